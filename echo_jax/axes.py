@@ -1,0 +1,50 @@
+"""Axis names and manual types: which ranks a value differs on.
+
+Under ``jax.shard_map(check_vma=True)`` every value is typed with the axes along which it
+varies. Under ``check_vma=False`` and ``jax.vmap(axis_name=...)`` nothing is tracked and
+the functions here return their input. Whatever differs between JAX versions belongs in
+this module; 0.10 to 0.12 agree on all of it.
+"""
+
+from collections.abc import Hashable
+
+import jax
+from jax import lax
+
+from echo_jax.typing import AnyFloat, AxisName
+
+
+def axis_names(axis_name: AxisName) -> tuple[Hashable, ...]:
+    """The axis name, or several, as a tuple."""
+    return axis_name if isinstance(axis_name, tuple) else (axis_name,)
+
+
+def axis_size(axis_name: AxisName) -> int:
+    """Number of ranks along the axis.
+
+    Raises:
+      ValueError: outside a ``shard_map`` or ``vmap`` that binds the axis.
+    """
+    try:
+        return lax.axis_size(axis_name)
+    except NameError as error:
+        raise ValueError(
+            f"axis {axis_name!r} is not bound here: call inside jax.shard_map over a "
+            "mesh that has this axis, or inside jax.vmap(..., axis_name=...)."
+        ) from error
+
+
+def is_tracked(axis_name: AxisName) -> bool:
+    """Whether types say along which ranks a value varies: ``check_vma=True``."""
+    return bool(varying_axes(lax.axis_index(axis_name)))
+
+
+def varying_axes(x: jax.Array) -> frozenset[Hashable]:
+    """The axes along which the type says that ``x`` varies."""
+    return jax.typeof(x).manual_axis_type.varying
+
+
+def to_varying(x: AnyFloat, axes: frozenset[Hashable]) -> AnyFloat:
+    """Types ``x`` as varying along ``axes`` too. Its transpose is an exact psum."""
+    missing = tuple(sorted(axes - varying_axes(x), key=str))
+    return lax.pcast(x, missing, to="varying") if missing else x

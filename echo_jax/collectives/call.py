@@ -1,0 +1,82 @@
+"""What the four verbs share: checks at the public edge, and the types of their inputs."""
+
+import dataclasses
+
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from echo_jax import axes
+from echo_jax.collectives.traffic import check_dtype
+from echo_jax.config import EchoConfig
+from echo_jax.residual import Residual
+from echo_jax.typing import AnyFloat, AxisName
+
+
+def prepare(
+    verb: str,
+    x: AnyFloat,
+    residual: Residual | None,
+    axis_name: AxisName,
+    config: EchoConfig,
+) -> AnyFloat:
+    """Checks the arguments of a call and returns ``x`` as an array.
+
+    Raises:
+      ValueError: for an unbound axis or an unsupported dtype.
+      TypeError: if ``x`` is not one array, or the other arguments not what they should
+        be.
+    """
+    axes.axis_size(axis_name)
+    if not isinstance(config, EchoConfig):
+        raise TypeError(
+            f"{verb}: config must be an EchoConfig, got {type(config).__name__}. A "
+            "DepthPlan gives one for each call: config=plan[call_index]."
+        )
+    if isinstance(x, dict | list | tuple) or x is None:
+        raise TypeError(
+            f"{verb}: x must be one array, got {type(x).__name__}. Each tensor has a "
+            "residual of its own: call once for each leaf, or concatenate them."
+        )
+    x = jnp.asarray(x)
+    check_dtype(x.dtype)
+    if residual is not None and not isinstance(residual, Residual):
+        raise TypeError(
+            f"{verb}: residual must be a Residual or None, got "
+            f"{type(residual).__name__}. Make one with echo_jax.init_residual(x, "
+            "axis_name, config=config); the arguments are (x, residual, axis_name)."
+        )
+    return x
+
+
+def unify(
+    x: AnyFloat, residual: Residual | None, axis_name: AxisName, *, invariant: bool
+) -> tuple[AnyFloat, Residual | None]:
+    """Types ``x`` and the residual as varying along the union of their axes.
+
+    The residual always varies along the axis of the call; ``x`` does too unless it is
+    ``invariant`` there. A gradient rule needs the types going in to be those of the
+    cotangents coming back.
+    """
+    if not axes.is_tracked(axis_name):
+        return x, residual
+    own = frozenset(axes.axis_names(axis_name))
+    union = axes.varying_axes(x) | own
+    if residual is not None:
+        for leaf in (residual.send, residual.reduce):
+            union = union | axes.varying_axes(leaf)
+        residual = dataclasses.replace(
+            residual,
+            send=axes.to_varying(residual.send, union),
+            reduce=axes.to_varying(residual.reduce, union),
+        )
+    return axes.to_varying(x, union - own if invariant else union), residual
+
+
+def feeds_back(residual: Residual | None, config: EchoConfig) -> bool:
+    """Whether the call repays the residual and leaves a new one."""
+    return residual is not None and config.feedback
+
+
+def name_outputs(y: AnyFloat, residual: Residual | None, name: str):
+    """Names the outputs, for ``jax.checkpoint`` policies that save them by name."""
+    return checkpoint_name((y, residual), name)

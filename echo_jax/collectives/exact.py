@@ -1,0 +1,110 @@
+"""The exact twins: full-width collectives whose gradients are right everywhere.
+
+``jax.lax.psum`` has the right gradient only where types are tracked
+(``check_vma=True``). The functions here keep Megatron's pair of operators (Shoeybi et
+al., "Megatron-LM", 2019) explicit, so that the same model is right under
+``check_vma=False`` with ``grad`` inside and under ``vmap(axis_name=...)`` too.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from echo_jax import axes
+from echo_jax.residual import Residual, zeros_like
+from echo_jax.typing import AnyFloat, AxisName
+from echo_jax.wire import blocks as blocking
+from echo_jax.wire.format import WireFormat
+from echo_jax.wire.rotation import unrotate
+
+
+def psum(x: AnyFloat, axis_name: AxisName) -> AnyFloat:
+    """Exact sum over the axis; its gradient is the identity.
+
+    Sharding: ``x`` varies along the axis, the result does not.
+
+    Args:
+      x: each rank's partial sum.
+      axis_name: the axis, or a tuple of axes.
+
+    Returns:
+      ``lax.psum(x, axis_name)``.
+    """
+    return _psum(_vary(x, axis_name), axis_name)
+
+
+def pvary(x: AnyFloat, axis_name: AxisName) -> AnyFloat:
+    """Identity whose gradient is an exact sum over the axis: the mirror of psum.
+
+    Sharding: ``x`` is the same on every rank of the axis, and so is the result, typed
+    as varying so that each rank can use it for a computation of its own.
+
+    Args:
+      x: a replicated value, an activation or a parameter.
+      axis_name: the axis, or a tuple of axes.
+
+    Returns:
+      ``x``.
+    """
+    return _pvary(x, axis_name)
+
+
+def all_reduce(
+    x: AnyFloat, residual: Residual | None, axis_name: AxisName, fmt: WireFormat
+) -> tuple[AnyFloat, Residual | None]:
+    """``lax.psum`` of ``x`` and of everything owed, in x's dtype. No gradients."""
+    if residual is None or x.size == 0:
+        return lax.psum(x, axis_name), residual
+    # The rank that sums chunk j owes its reduce residual there.
+    send, rank = residual.send.astype(jnp.float32), lax.axis_index(axis_name)
+    mine = lax.dynamic_index_in_dim(send, rank, keepdims=False)
+    mine = mine + residual.reduce.astype(jnp.float32)
+    owed = lax.dynamic_update_index_in_dim(send, mine, rank, 0)
+    return lax.psum(_add(x, owed, fmt), axis_name), zeros_like(residual)
+
+
+def pay_sender(
+    x: AnyFloat, residual: Residual | None, fmt: WireFormat
+) -> tuple[AnyFloat, Residual | None]:
+    """Adds to ``x`` what its sender owes, for the collectives that round only once."""
+    if residual is None or x.size == 0:
+        return x, residual
+    paid = dataclasses.replace(residual, send=jnp.zeros_like(residual.send))
+    return _add(x, residual.send.astype(jnp.float32), fmt), paid
+
+
+def _add(x: AnyFloat, owed: AnyFloat, fmt: WireFormat) -> AnyFloat:
+    """``x`` plus what is owed in block coordinates, rounded once to x's dtype."""
+    rows = blocking.from_blocks(unrotate(owed, fmt), blocking.row_shape(x.shape))
+    return (x.astype(jnp.float32) + rows.reshape(x.shape)).astype(x.dtype)
+
+
+def _vary(x: AnyFloat, axis_name: AxisName) -> AnyFloat:
+    if not axes.is_tracked(axis_name):
+        return x
+    return axes.to_varying(x, frozenset(axes.axis_names(axis_name)))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _psum(x, axis_name):
+    return lax.psum(x, axis_name)
+
+
+_psum.defvjp(
+    lambda x, axis_name: (lax.psum(x, axis_name), None),
+    lambda axis_name, _, ct: (_vary(ct, axis_name),),
+)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _pvary(x, axis_name):
+    return _vary(x, axis_name)
+
+
+_pvary.defvjp(
+    lambda x, axis_name: (_vary(x, axis_name), None),
+    lambda axis_name, _, ct: (lax.psum(ct, axis_name),),
+)

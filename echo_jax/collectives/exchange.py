@@ -1,0 +1,137 @@
+"""How payloads move between ranks. No gradients, no bit layout.
+
+An all-reduce takes two shots: every rank sends chunk ``j`` of its tensor to rank ``j``
+(one ``all_to_all`` of uint8), which adds the chunks and hands the sum to all (one
+``all_gather`` of uint8). Every rank, the owner included, reads the sum from the same
+bytes, so that the results are bit-identical.
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+from jax import lax
+
+from echo_jax import axes
+from echo_jax.config import EchoConfig
+from echo_jax.kernels import get_codec
+from echo_jax.residual import Residual
+from echo_jax.typing import AnyFloat, AxisName, Payload, Payloads
+from echo_jax.wire import blocks as blocking
+
+
+def all_reduce(
+    x: AnyFloat, residual: Residual | None, axis_name: AxisName, config: EchoConfig
+) -> tuple[AnyFloat, Residual | None]:
+    """Sum over the axis; typed invariant along it where types are tracked."""
+    shape = blocking.row_shape(x.shape)
+    rows = x.reshape(shape)
+    if config.num_chunks == 1:
+        y, residual = _one_piece(rows, residual, axis_name, config)
+    else:
+        y, residual = _pieces(rows, residual, axis_name, config)
+    return y.reshape(x.shape), residual
+
+
+def reduce_scatter(
+    x: AnyFloat, residual: Residual | None, axis_name: AxisName, config: EchoConfig
+) -> tuple[AnyFloat, Residual | None]:
+    """Chunk ``i`` of the leading axis, summed, to rank ``i``, without that axis.
+
+    One rounding: the sum stays in full precision where it is made.
+    """
+    codec, fmt = get_codec(config.backend, config.format), config.format
+    chunk_shape = blocking.row_shape(x.shape[1:])
+    rows = x.reshape(-1, chunk_shape[1])
+    owed = None if residual is None else residual.send
+    payloads, owed = codec.send(rows, owed, fmt=fmt, chunks=x.shape[0])
+    payloads = _exchange(payloads, axis_name)
+    total = codec.sum_chunks(payloads, shape=chunk_shape, dtype=x.dtype, fmt=fmt)
+    if residual is not None:
+        residual = dataclasses.replace(residual, send=owed)
+    return total.reshape(x.shape[1:]), residual
+
+
+def gather(
+    x: AnyFloat, residual: Residual | None, axis_name: AxisName, config: EchoConfig
+) -> tuple[AnyFloat, Residual | None]:
+    """The tensors of all ranks along a new leading axis, each rounded once."""
+    codec, fmt = get_codec(config.backend, config.format), config.format
+    shape = blocking.row_shape(x.shape)
+    blocks = blocking.num_blocks(x.shape, fmt.block_size)
+    owed = None if residual is None else _flat(residual.send)[None, :blocks]
+    payloads, owed = codec.send(x.reshape(shape), owed, fmt=fmt, chunks=1)
+    payloads = lax.all_gather(payloads[0], axis_name, axis=0, tiled=False)
+    ranks = payloads.shape[0]
+    y = codec.return_(
+        payloads, shape=(ranks * shape[0], shape[1]), dtype=x.dtype, fmt=fmt
+    )
+    if residual is not None:
+        send = jnp.pad(owed[0], ((0, _flat(residual.send).shape[0] - blocks), (0, 0)))
+        residual = dataclasses.replace(residual, send=send.reshape(residual.send.shape))
+    return y.reshape(ranks, *x.shape), residual
+
+
+def _one_piece(rows, residual: Residual | None, axis_name, config: EchoConfig):
+    """The two shots, over the whole message."""
+    codec, fmt = get_codec(config.backend, config.format), config.format
+    ranks = axes.axis_size(axis_name)
+    send = None if residual is None else residual.send
+    reduce = None if residual is None else residual.reduce
+    payloads, send = codec.send(rows, send, fmt=fmt, chunks=ranks)
+    payload, reduce = codec.reduce(_exchange(payloads, axis_name), reduce, fmt=fmt)
+    y = codec.return_(
+        _gather_sum(payload, axis_name), shape=rows.shape, dtype=rows.dtype, fmt=fmt
+    )
+    if residual is not None:
+        residual = dataclasses.replace(residual, send=send, reduce=reduce)
+    return y, residual
+
+
+def _pieces(rows, residual: Residual | None, axis_name, config: EchoConfig):
+    """The two shots over ``num_chunks`` pieces that do not depend on each other.
+
+    Each piece takes the same run of blocks from the chunk of every rank, so that the
+    owner of a block, and with it every bit of the result, stays what it was.
+    """
+    size, ranks = config.format.block_size, axes.axis_size(axis_name)
+    values = blocking.to_blocks(rows, size, ranks)
+    blocks = values.shape[1]
+    pieces = min(config.num_chunks, blocks)
+    edges = [blocks * piece // pieces for piece in range(pieces + 1)]
+    outputs, residuals = [], []
+    for start, stop in zip(edges[:-1], edges[1:], strict=True):
+        part = None
+        if residual is not None:
+            part = dataclasses.replace(
+                residual,
+                send=residual.send[:, start:stop],
+                reduce=residual.reduce[start:stop],
+            )
+        piece = values[:, start:stop].reshape(-1, size)
+        y, part = _one_piece(piece, part, axis_name, config)
+        outputs.append(y.reshape(ranks, stop - start, size))
+        residuals.append(part)
+    y = blocking.from_blocks(jnp.concatenate(outputs, axis=1), rows.shape)
+    if residual is not None:
+        residual = dataclasses.replace(
+            residual,
+            send=jnp.concatenate([part.send for part in residuals], axis=1),
+            reduce=jnp.concatenate([part.reduce for part in residuals]),
+        )
+    return y, residual
+
+
+def _exchange(payloads: Payloads, axis_name: AxisName) -> Payloads:
+    """Payload ``j`` goes to rank ``j``; row ``i`` of the result came from rank ``i``."""
+    return lax.all_to_all(payloads, axis_name, split_axis=0, concat_axis=0, tiled=True)
+
+
+def _gather_sum(payload: Payload, axis_name: AxisName) -> Payloads:
+    """Hands out each rank's chunk of the sum, the same on every rank by construction."""
+    # A plain vmap rejects to="invarying".
+    to = "invarying" if axes.is_tracked(axis_name) else "varying"
+    return lax.all_gather(payload, axis_name, axis=0, tiled=False, to=to)
+
+
+def _flat(send):
+    return send.reshape(-1, send.shape[-1])

@@ -1,0 +1,228 @@
+"""Which path a call takes, and how many bytes it puts on the wire.
+
+Both follow from static shapes and the configuration alone, never from timing.
+"""
+
+import dataclasses
+import math
+from typing import Literal
+
+import jax.numpy as jnp
+
+from echo_jax.config import EchoConfig
+from echo_jax.kernels import get_codec
+from echo_jax.residual import Verb, scatter_shape
+from echo_jax.typing import Shape
+from echo_jax.wire import blocks as blocking
+
+Path = Literal["echo", "exact"]
+
+SUPPORTED_DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Explanation:
+    """What a call does and why. ``str()`` gives one readable paragraph."""
+
+    path: Path  # "echo": through the codec; "exact": a full-width collective
+    reason: str  # why this path
+    backend: str | None  # who runs the codec; None on the exact path
+    x_bytes: int  # bytes of the rank's x
+    wire_bytes: dict[str, int]  # bytes that the rank sends, by collective
+    exact_bytes: int  # bytes that the rank would send on the exact path
+
+    @property
+    def ratio(self) -> float:
+        """Bytes sent over the bytes of the exact path; 1.0 where nothing is sent."""
+        sent = sum(self.wire_bytes.values())
+        return sent / self.exact_bytes if self.exact_bytes else 1.0
+
+    def __str__(self) -> str:
+        sent = ", ".join(f"{op} {n:,} B" for op, n in self.wire_bytes.items())
+        backend = f" on the {self.backend} backend" if self.backend else ""
+        return (
+            f"{self.path}{backend}: {self.reason}. Sends {sent} a rank, "
+            f"{self.ratio:.3f} of the exact {self.exact_bytes:,} B."
+        )
+
+
+def x_bytes(shape: Shape, dtype) -> int:
+    """Bytes of a tensor."""
+    return math.prod(shape) * jnp.dtype(dtype).itemsize
+
+
+def takes_exact_path(shape: Shape, dtype, config: EchoConfig) -> bool:
+    """Whether a call on one rank's tensor of this shape is exact: it is small, or empty."""
+    return math.prod(shape) == 0 or x_bytes(shape, dtype) < config.min_bytes
+
+
+def wire_bytes(
+    shape: Shape,
+    axis_size: int,
+    config: EchoConfig = EchoConfig(),
+    *,
+    dtype="bfloat16",
+    verb: Verb = "psum",
+    scatter_dimension: int = 0,
+    tiled: bool = True,
+) -> dict[str, int]:
+    """Bytes that one rank sends to others in one call, by collective, exactly.
+
+    Scales and padding are counted; what a rank keeps for itself is not. On the exact
+    path the count is that of a bandwidth-optimal (ring) all-reduce.
+
+    Args:
+      shape: shape of the rank's ``x``.
+      axis_size: number of ranks ``N``.
+      config: the configuration of the call.
+      dtype: dtype of ``x``; decides the path and the bytes of the exact one.
+      verb: the collective: ``"psum"`` (also the backward pass of ``echo_pvary``),
+        ``"psum_scatter"`` or ``"all_gather"``.
+      scatter_dimension: of ``psum_scatter``.
+      tiled: of ``psum_scatter``.
+
+    Returns:
+      A dict such as ``{"all_to_all": 1904, "all_gather": 1904}`` or
+      ``{"all_reduce": 7168}``.
+
+    Raises:
+      ValueError: if ``axis_size`` is not at least 1, the dtype is not supported, or the
+        scattered dimension does not divide.
+
+    Example:
+        >>> wire_bytes((8, 64), 8, EchoConfig(min_bytes=0))
+        {'all_to_all': 238, 'all_gather': 238}
+    """
+    shape = _checked(shape, dtype, axis_size)
+    if takes_exact_path(shape, dtype, config):
+        return _exact_wire_bytes(shape, dtype, axis_size, verb)
+    fmt, others = config.format, axis_size - 1
+    if verb == "all_gather":
+        blocks = blocking.num_blocks(shape, fmt.block_size)
+        return {"all_gather": others * blocks * fmt.block_bytes}
+    if verb == "psum_scatter":
+        check_scatter(shape, axis_size, scatter_dimension, tiled=tiled)
+        shape = scatter_shape(shape, axis_size, scatter_dimension, tiled=tiled)
+    blocks = blocking.blocks_per_chunk(shape, fmt.block_size, axis_size)
+    sent = others * blocks * fmt.block_bytes
+    if verb == "psum_scatter":
+        return {"all_to_all": sent}
+    return {"all_to_all": sent, "all_gather": sent}
+
+
+def explain(
+    shape: Shape,
+    dtype,
+    axis_size: int,
+    config: EchoConfig = EchoConfig(),
+    *,
+    verb: Verb = "psum",
+    scatter_dimension: int = 0,
+    tiled: bool = True,
+) -> Explanation:
+    """Says which path a call takes and why, and what it sends.
+
+    Args:
+      shape: shape of the rank's ``x``.
+      dtype: dtype of ``x``.
+      axis_size: number of ranks.
+      config: the configuration of the call.
+      verb: the collective, as in :func:`wire_bytes`.
+      scatter_dimension: of ``psum_scatter``.
+      tiled: of ``psum_scatter``.
+
+    Returns:
+      An :class:`Explanation`; print it, or read its fields.
+
+    Raises:
+      ValueError: as :func:`wire_bytes`; and if the configured backend cannot run.
+
+    Example:
+        >>> explain((1, 4096), "bfloat16", 8).path
+        'exact'
+    """
+    shape = _checked(shape, dtype, axis_size)
+    size = x_bytes(shape, dtype)
+    backend = None
+    if config.is_exact:
+        path, reason = "exact", "this call is configured to be exact"
+    elif math.prod(shape) == 0:
+        path, reason = "exact", "x is empty"
+    elif takes_exact_path(shape, dtype, config):
+        path = "exact"
+        reason = f"x has {size:,} B, under min_bytes={config.min_bytes:,}"
+    else:
+        path = "echo"
+        reason = f"x has {size:,} B, at least min_bytes={config.min_bytes:,}"
+        backend = get_codec(config.backend, config.format).name
+    return Explanation(
+        path=path,
+        reason=reason,
+        backend=backend,
+        x_bytes=size,
+        wire_bytes=wire_bytes(
+            shape,
+            axis_size,
+            config,
+            dtype=dtype,
+            verb=verb,
+            scatter_dimension=scatter_dimension,
+            tiled=tiled,
+        ),
+        exact_bytes=sum(_exact_wire_bytes(shape, dtype, axis_size, verb).values()),
+    )
+
+
+def check_dtype(dtype) -> None:
+    """Refuses a dtype that the collectives do not carry.
+
+    Raises:
+      ValueError: naming what is accepted and the exact twin for the rest.
+    """
+    if jnp.dtype(dtype).name not in SUPPORTED_DTYPES:
+        raise ValueError(
+            f"dtype {jnp.dtype(dtype).name} is not supported: echo_jax carries "
+            f"{', '.join(SUPPORTED_DTYPES)}. Cast x first, or use the collective of "
+            "jax.lax, which is exact for integers and float64."
+        )
+
+
+def check_scatter(shape: Shape, size: int, dimension: int, *, tiled: bool) -> None:
+    """Refuses a dimension that cannot be scattered over ``size`` ranks.
+
+    Raises:
+      ValueError: with the sizes and what is needed.
+    """
+    if not -len(shape) <= dimension < len(shape):
+        raise ValueError(
+            f"scatter_dimension={dimension} is out of range for x of shape {shape}."
+        )
+    length = shape[dimension]
+    if tiled and length % size:
+        raise ValueError(
+            f"dimension {dimension} of x has {length} entries, which {size} ranks do "
+            f"not divide: pad it to {-(-length // size) * size}."
+        )
+    if not tiled and length != size:
+        raise ValueError(
+            f"dimension {dimension} of x has {length} entries; with tiled=False it must "
+            f"have one for each of the {size} ranks. Did you mean tiled=True?"
+        )
+
+
+def _checked(shape, dtype, axis_size: int) -> Shape:
+    check_dtype(dtype)
+    if not isinstance(axis_size, int) or axis_size < 1:
+        raise ValueError(f"axis_size={axis_size!r} must be an int of at least 1.")
+    return tuple(shape)
+
+
+def _exact_wire_bytes(shape: Shape, dtype, axis_size: int, verb: Verb):
+    """A ring sends each of its ``N - 1`` steps one ``N``-th of what is moved."""
+    size, others = x_bytes(shape, dtype), axis_size - 1
+    if verb == "all_gather":
+        return {"all_gather": others * size}
+    scattered = others * -(-size // axis_size)
+    if verb == "psum_scatter":
+        return {"psum_scatter": scattered}
+    return {"all_reduce": 2 * scattered}

@@ -1,0 +1,83 @@
+"""Everything that steers one call, in one frozen object."""
+
+import dataclasses
+from typing import Literal, get_args
+
+import jax.numpy as jnp
+
+from echo_jax.wire.format import WireFormat
+
+Backend = Literal["auto", "xla", "triton", "pallas"]
+ResidualDtype = Literal["float32", "bfloat16"]
+
+# Under a quarter of a MiB the launches and the two exchanges cost more than the bytes
+# they save; decode steps of a few tokens are far below it.
+DEFAULT_MIN_BYTES = 1 << 18
+ALWAYS_EXACT = 1 << 62
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EchoConfig:
+    """How one collective call sends its values.
+
+    Example:
+        >>> config = EchoConfig(format=WireFormat(bits=8), min_bytes=0)
+        >>> config.exact().is_exact
+        True
+
+    Raises:
+        ValueError: if a field is not usable, naming the field and what it accepts.
+    """
+
+    format: WireFormat = WireFormat()  # codes, blocks, rotation
+    feedback: bool = True  # repay each call's rounding error in the next call
+    # A call whose x is smaller is an exact psum that also pays the residual. By static
+    # size only; 0 never takes the exact path. In bytes of the rank's x.
+    min_bytes: int = DEFAULT_MIN_BYTES
+    residual_dtype: ResidualDtype = "bfloat16"  # how the residual is kept between calls
+    num_chunks: int = 1  # pieces a message is cut into, to overlap codec and transport
+    backend: Backend = "auto"  # who runs the codec
+
+    def __post_init__(self):
+        if not isinstance(self.format, WireFormat):
+            raise ValueError(f"format={self.format!r} must be a WireFormat.")
+        if not isinstance(self.feedback, bool):
+            raise ValueError(f"feedback={self.feedback!r} must be a bool.")
+        if not isinstance(self.min_bytes, int) or self.min_bytes < 0:
+            raise ValueError(
+                f"min_bytes={self.min_bytes!r} must be an int of at least 0 (bytes); "
+                "0 sends every call through the codec."
+            )
+        object.__setattr__(self, "residual_dtype", _dtype_name(self.residual_dtype))
+        if not isinstance(self.num_chunks, int) or self.num_chunks < 1:
+            raise ValueError(
+                f"num_chunks={self.num_chunks!r} must be an int of at least 1."
+            )
+        if self.backend not in get_args(Backend):
+            raise ValueError(
+                f"backend={self.backend!r} is not known: choose one of "
+                f"{get_args(Backend)}."
+            )
+
+    def exact(self) -> "EchoConfig":
+        """The same call on the exact path, whatever its size; it pays the residual."""
+        return dataclasses.replace(self, min_bytes=ALWAYS_EXACT)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether no call under this configuration is ever quantized."""
+        return self.min_bytes >= ALWAYS_EXACT
+
+
+def _dtype_name(dtype) -> ResidualDtype:
+    """The canonical name of a residual dtype given as a name, a scalar type or a dtype."""
+    try:
+        name = jnp.dtype(dtype).name
+    except TypeError:
+        name = None
+    if name not in get_args(ResidualDtype):
+        raise ValueError(
+            f"residual_dtype={dtype!r} is not supported: choose one of "
+            f"{get_args(ResidualDtype)}."
+        )
+    return name

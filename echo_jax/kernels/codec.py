@@ -1,0 +1,87 @@
+"""``quantize`` and ``dequantize``: the codec alone, without ranks."""
+
+import math
+
+import jax.numpy as jnp
+
+from echo_jax.config import Backend
+from echo_jax.kernels.api import get_codec
+from echo_jax.typing import AnyFloat, Payload, Shape
+from echo_jax.wire import blocks as blocking
+from echo_jax.wire.format import WireFormat
+
+
+def quantize(
+    x: AnyFloat, fmt: WireFormat = WireFormat(), *, backend: Backend = "auto"
+) -> Payload:
+    """Writes a tensor as it would travel to one rank.
+
+    Args:
+      x: any shape; float32, bfloat16 or float16. Blocks run along the last axis.
+      fmt: the wire format.
+      backend: who runs the codec.
+
+    Returns:
+      A uint8 vector of ``rows * ceil(width / block_size) * fmt.block_bytes`` bytes: the
+      codes of all blocks, then their bfloat16 scales. A value is off by at most
+      ``error_bound(fmt, ranks=1, peak=...)``'s contraction times its block's peak.
+
+    Raises:
+      ValueError: if ``x`` is not floating-point, or the backend cannot run.
+
+    Example:
+        >>> payload = quantize(jnp.ones((4, 64)), WireFormat(bits=4))
+        >>> payload.shape, payload.dtype
+        ((136,), dtype('uint8'))
+    """
+    x = jnp.asarray(x)
+    if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize > 4:
+        raise ValueError(f"quantize needs float32, bfloat16 or float16, got {x.dtype}.")
+    if x.size == 0:
+        return jnp.zeros((0,), jnp.uint8)
+    rows = x.reshape(blocking.row_shape(x.shape))
+    payloads, _ = get_codec(backend, fmt).send(rows, None, fmt=fmt, chunks=1)
+    return payloads[0]
+
+
+def dequantize(
+    payload: Payload,
+    shape: Shape,
+    dtype=jnp.float32,
+    fmt: WireFormat = WireFormat(),
+    *,
+    backend: Backend = "auto",
+) -> AnyFloat:
+    """Reads a payload back: the inverse of :func:`quantize` up to the rounding.
+
+    Args:
+      payload: from :func:`quantize`.
+      shape: shape of the tensor.
+      dtype: dtype of the result; the value is exact in float32.
+      fmt: the wire format that wrote the payload.
+      backend: who runs the codec.
+
+    Returns:
+      The tensor.
+
+    Raises:
+      ValueError: if the payload does not have the bytes that shape and format need.
+
+    Example:
+        >>> fmt = WireFormat(bits=4)
+        >>> x_hat = dequantize(quantize(x, fmt), x.shape, x.dtype, fmt)
+    """
+    shape = tuple(shape)
+    needed = blocking.num_blocks(shape, fmt.block_size) * fmt.block_bytes
+    if payload.shape != (needed,) or payload.dtype != jnp.uint8:
+        raise ValueError(
+            f"dequantize: shape {shape} in {fmt} takes a payload of {needed} uint8 "
+            f"values, got {payload.dtype}{list(payload.shape)}. Use the shape and the "
+            "format that quantize was called with."
+        )
+    if math.prod(shape) == 0:
+        return jnp.zeros(shape, dtype)
+    rows = get_codec(backend, fmt).return_(
+        payload[None], shape=blocking.row_shape(shape), dtype=dtype, fmt=fmt
+    )
+    return rows.reshape(shape)

@@ -1,0 +1,89 @@
+"""The definition of the codec: plain ``jax.numpy``, compiled by XLA on any device."""
+
+import jax
+import jax.numpy as jnp
+
+from echo_jax.typing import (
+    Blocks,
+    Payload,
+    Payloads,
+    ReduceResidual,
+    Rows,
+    SendResidual,
+)
+from echo_jax.wire import blocks as blocking
+from echo_jax.wire import packing, quantizer
+from echo_jax.wire.format import WireFormat
+from echo_jax.wire.rotation import rotate, transform, unrotate
+
+# Chunk sums up to this many ranks are unrolled, for XLA to fuse them into one pass.
+_UNROLL_RANKS = 16
+
+
+def send(
+    x: Rows, residual: SendResidual | None, *, fmt: WireFormat, chunks: int
+) -> tuple[Payloads, SendResidual | None]:
+    """See :class:`echo_jax.kernels.api.Codec`."""
+    values = blocking.to_blocks(x.astype(jnp.float32), fmt.block_size, chunks)
+    return _encode_with_feedback(rotate(values, fmt), residual, fmt)
+
+
+def reduce(
+    payloads: Payloads, residual: ReduceResidual | None, *, fmt: WireFormat
+) -> tuple[Payload, ReduceResidual | None]:
+    """See :class:`echo_jax.kernels.api.Codec`."""
+    return _encode_with_feedback(_sum_in_rank_order(payloads, fmt), residual, fmt)
+
+
+def return_(
+    payloads: Payloads, *, shape: tuple[int, int], dtype, fmt: WireFormat
+) -> Rows:
+    """See :class:`echo_jax.kernels.api.Codec`."""
+    codes, scales = packing.split(payloads, fmt)
+    scales = scales * 0.5
+    values = quantizer.levels(codes, fmt)
+    if fmt.rotate:
+        # On integers the transform is exact; one exact multiplication then scales it.
+        values = transform(values)
+        scales = scales * 2.0**-fmt.inverse_exponent
+    values = values * scales[..., None]
+    return blocking.from_blocks(values, shape).astype(dtype)
+
+
+def sum_chunks(
+    payloads: Payloads, *, shape: tuple[int, int], dtype, fmt: WireFormat
+) -> Rows:
+    """See :class:`echo_jax.kernels.api.Codec`."""
+    total = unrotate(_sum_in_rank_order(payloads, fmt), fmt)
+    return blocking.from_blocks(total, shape).astype(dtype)
+
+
+def _encode_with_feedback(values: Blocks, residual, fmt: WireFormat):
+    """Quantizes ``values + residual``; returns the payload and what it left out."""
+    if residual is not None:
+        values = values + residual.astype(jnp.float32)
+    codes, scales = quantizer.encode(values, fmt)
+    payload = packing.join(codes, scales, fmt)
+    if residual is None:
+        return payload, None
+    decoded = quantizer.decode(codes, scales, fmt)
+    error = quantizer.rounding_error(values, decoded, scales)
+    return payload, error.astype(residual.dtype)
+
+
+def _sum_in_rank_order(payloads: Payloads, fmt: WireFormat) -> Blocks:
+    """Adds the dequantized chunks one after the other, in float32."""
+
+    def chunk(rank):
+        one = jax.lax.dynamic_index_in_dim(payloads, rank, keepdims=False)
+        return quantizer.decode(*packing.split(one, fmt), fmt)
+
+    ranks = payloads.shape[0]
+    if ranks > _UNROLL_RANKS:
+        return jax.lax.fori_loop(
+            1, ranks, lambda rank, total: total + chunk(rank), chunk(0)
+        )
+    total = chunk(0)
+    for rank in range(1, ranks):
+        total = total + chunk(rank)
+    return total

@@ -1,0 +1,192 @@
+"""The residual: what has been rounded away and is still owed."""
+
+import dataclasses
+import functools
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+from echo_jax import axes
+from echo_jax.config import EchoConfig
+from echo_jax.typing import AnyFloat, AxisName, ReduceResidual, SendResidual, Shape
+from echo_jax.wire import blocks as blocking
+
+Verb = Literal["psum", "psum_scatter", "all_gather"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Layout:
+    """What a residual belongs to. Static: part of the pytree's structure."""
+
+    chunks: int  # ranks on the axis
+    blocks: int  # blocks in the chunk of one rank
+    block_size: int  # values in a block
+    rotate: bool  # whether block coordinates are rotated
+    axis_name: AxisName
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("send", "reduce"),
+    meta_fields=("layout",),
+)
+@dataclasses.dataclass(frozen=True)
+class Residual:
+    """What one rank still owes, in block coordinates, padded.
+
+    Opaque: make it with :func:`init_residual`, hand it from call to call, let
+    :func:`echo_jax.flush` pay it. A pytree of two float arrays that differ from rank to
+    rank, so that it can be a scan carry, its own cotangent, or a checkpointed state.
+    """
+
+    send: SendResidual  # w: rounding error of this rank's own partial sums
+    reduce: ReduceResidual  # v: rounding error of the chunk that this rank sums
+    layout: Layout
+
+
+def init_residual(
+    x: AnyFloat | jax.ShapeDtypeStruct | Shape,
+    axis_name: AxisName,
+    *,
+    config: EchoConfig = EchoConfig(),
+    scatter_dimension: int | None = None,
+    tiled: bool = True,
+) -> Residual | None:
+    """A residual that owes nothing, for calls on tensors like ``x``.
+
+    Sharding: call inside ``shard_map`` or ``vmap``; each rank has its own residual.
+
+    Args:
+      x: a rank's tensor, or its shape. Under ``check_vma=True`` on a mesh with more
+        axes hand in the tensor itself: the residual then varies along the same axes,
+        as a scan carry must.
+      axis_name: the axis (or axes) of the calls.
+      config: the configuration of the calls: block size, rotation, residual dtype.
+      scatter_dimension: only for ``echo_psum_scatter`` along the last dimension, whose
+        blocks start anew in every chunk.
+      tiled: goes with ``scatter_dimension``.
+
+    Returns:
+      A :class:`Residual` of zeros, about ``(1 + 1/N)`` times the size of ``x`` in
+      ``config.residual_dtype``; None if ``config.feedback`` is off.
+
+    Raises:
+      ValueError: if the axis is not bound.
+
+    Example:
+        >>> residual = echo.init_residual(x, "tp", config=config)
+        >>> y, residual = echo.echo_psum(x, residual, "tp", config=config)
+    """
+    size = axes.axis_size(
+        axis_name
+    )  # also without feedback: an unbound axis is an error
+    if not config.feedback:
+        return None
+    if isinstance(x, tuple | list):
+        shape, vary = tuple(x), frozenset()
+    else:
+        shape = tuple(x.shape)
+        vary = axes.varying_axes(x) if isinstance(x, jax.Array) else frozenset()
+    if scatter_dimension is not None:
+        shape = scatter_shape(shape, size, scatter_dimension, tiled=tiled)
+    layout = make_layout(shape, axis_name, config)
+    if axes.is_tracked(axis_name):
+        vary = vary | frozenset(axes.axis_names(axis_name))
+    send_shape, reduce_shape = _array_shapes(layout)
+    dtype = jnp.dtype(config.residual_dtype)
+    return Residual(
+        send=axes.to_varying(jnp.zeros(send_shape, dtype), vary),
+        reduce=axes.to_varying(jnp.zeros(reduce_shape, dtype), vary),
+        layout=layout,
+    )
+
+
+def make_layout(shape: Shape, axis_name: AxisName, config: EchoConfig) -> Layout:
+    """The layout of the residual of calls on tensors of this shape."""
+    fmt, size = config.format, axes.axis_size(axis_name)
+    return Layout(
+        chunks=size,
+        blocks=blocking.blocks_per_chunk(shape, fmt.block_size, size),
+        block_size=fmt.block_size,
+        rotate=fmt.rotate,
+        axis_name=axis_name,
+    )
+
+
+def scatter_shape(shape: Shape, size: int, dimension: int, *, tiled: bool) -> Shape:
+    """The shape cut into one part for each rank along a dimension, parts in front."""
+    dimension %= len(shape)
+    kept = (shape[dimension] // size,) if tiled else ()
+    return (size, *shape[:dimension], *kept, *shape[dimension + 1 :])
+
+
+def check_residual(
+    residual: Residual | None, shape: Shape, axis_name: AxisName, config: EchoConfig
+) -> None:
+    """Refuses a residual that does not belong to this call.
+
+    Raises:
+      ValueError: naming what differs, with the wrong code beside the right one.
+    """
+    if residual is None:
+        return
+    wanted = make_layout(shape, axis_name, config)
+    send_shape, reduce_shape = _array_shapes(wanted)
+    given = {
+        "axis_name": residual.layout.axis_name,
+        "block_size": residual.layout.block_size,
+        "rotate": residual.layout.rotate,
+        "send shape": tuple(residual.send.shape),
+        "reduce shape": tuple(residual.reduce.shape),
+        "send dtype": residual.send.dtype.name,
+        "reduce dtype": residual.reduce.dtype.name,
+    }
+    needed = {
+        "axis_name": wanted.axis_name,
+        "block_size": wanted.block_size,
+        "rotate": wanted.rotate,
+        "send shape": send_shape,
+        "reduce shape": reduce_shape,
+        "send dtype": config.residual_dtype,
+        "reduce dtype": config.residual_dtype,
+    }
+    wrong = [
+        f"  {key}: the residual has {given[key]!r}, this call needs {needed[key]!r}"
+        for key in needed
+        if given[key] != needed[key]
+    ]
+    if wrong:
+        raise ValueError(
+            f"The residual does not belong to this call on a tensor of shape {shape} "
+            f"over axis {axis_name!r}:\n" + "\n".join(wrong) + "\n"
+            "A residual serves calls of one shape, axis, block size, rotation and "
+            "residual_dtype; bits may change from call to call.\n"
+            "  wrong:  echo_psum(x, residual_of_another_tensor, axis_name, config=config)\n"
+            "  right:  residual = init_residual(x, axis_name, config=config)\n"
+            "          y, residual = echo_psum(x, residual, axis_name, config=config)\n"
+            "For echo_psum_scatter along the last dimension give init_residual the "
+            "scatter_dimension too."
+        )
+
+
+def zeros_like(residual: Residual) -> Residual:
+    """The same residual, owing nothing."""
+    return jax.tree.map(jnp.zeros_like, residual)
+
+
+def norms(residual: Residual) -> dict[str, jax.Array]:
+    """Root mean square of what this rank owes, by stage, in float32. A scalar each."""
+    return {
+        "send": _rms(residual.send),
+        "reduce": _rms(residual.reduce),
+    }
+
+
+def _rms(x: AnyFloat) -> jax.Array:
+    return jnp.sqrt(jnp.mean(jnp.square(x.astype(jnp.float32))))
+
+
+def _array_shapes(layout: Layout) -> tuple[Shape, Shape]:
+    reduce = (layout.blocks, layout.block_size)
+    return (layout.chunks, *reduce), reduce

@@ -1,0 +1,6 @@
+"""What travels: format, blocks, rotation, packing, quantizer, bounds. Knows no ranks."""
+
+from echo_jax.wire.bounds import ErrorBound as ErrorBound
+from echo_jax.wire.bounds import contraction as contraction
+from echo_jax.wire.bounds import error_bound as error_bound
+from echo_jax.wire.format import WireFormat as WireFormat

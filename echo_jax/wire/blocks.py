@@ -1,0 +1,48 @@
+"""From a tensor of any shape to chunks of blocks, and back.
+
+Blocks run along the last axis, so that one token never depends on another. A ragged
+last block is padded with zeros; whole blocks of zeros fill up the last chunk, one
+chunk going to each rank.
+"""
+
+import math
+
+import jax.numpy as jnp
+
+from echo_jax.typing import AnyFloat, Rows, Shape
+
+
+def row_shape(shape: Shape) -> tuple[int, int]:
+    """``(rows, width)``: the shape flattened to its last axis (a scalar is one row)."""
+    return (math.prod(shape[:-1]), shape[-1]) if shape else (1, 1)
+
+
+def num_blocks(shape: Shape, block_size: int) -> int:
+    """Blocks that a tensor of this shape fills, the ragged ones included."""
+    rows, width = row_shape(shape)
+    return rows * -(-width // block_size)
+
+
+def blocks_per_chunk(shape: Shape, block_size: int, chunks: int) -> int:
+    """Blocks in each of ``chunks`` equal chunks, the padding included."""
+    return -(-num_blocks(shape, block_size) // chunks)
+
+
+def to_blocks(x: Rows, block_size: int, chunks: int) -> AnyFloat:
+    """Cuts rows into ``(chunks, blocks, block_size)``, padded with zeros."""
+    rows, width = x.shape
+    per_row = -(-width // block_size)
+    x = jnp.pad(x, ((0, 0), (0, per_row * block_size - width)))
+    x = x.reshape(rows * per_row, block_size)
+    missing = -x.shape[0] % chunks
+    x = jnp.pad(x, ((0, missing), (0, 0)))
+    return x.reshape(chunks, -1, block_size)
+
+
+def from_blocks(blocks: AnyFloat, shape: tuple[int, int]) -> Rows:
+    """Inverse of :func:`to_blocks` for rows of the given ``(rows, width)``."""
+    rows, width = shape
+    block_size = blocks.shape[-1]
+    per_row = -(-width // block_size)
+    x = blocks.reshape(-1, block_size)[: rows * per_row]
+    return x.reshape(rows, per_row * block_size)[:, :width]

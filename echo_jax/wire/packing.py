@@ -1,0 +1,75 @@
+"""Codes packed into bytes, and scales as bytes.
+
+A plane of ``p`` bits holds ``8 // p`` codes a byte. Byte ``j`` of a block's plane holds
+the codes ``j, j + n, j + 2n, ...`` with ``n = block_size * p // 8``, the first in the
+lowest bits: at 4 bits the first half of a block sits in the low nibbles and the second
+in the high ones, so that kernels load contiguous runs and never shuffle. Three bits
+travel as a plane of the two low bits and one of the high bit, six as four and two.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, UInt8
+
+from echo_jax.typing import Codes, Scales
+from echo_jax.wire.format import SCALE_BYTES, WireFormat
+
+
+def pack_codes(codes: Codes, fmt: WireFormat) -> UInt8[Array, "*batch code_bytes"]:
+    """Packs the codes of each block into ``fmt.code_bytes`` bytes."""
+    planes, shift = [], 0
+    for width in fmt.planes:
+        plane = (codes >> shift) & ((1 << width) - 1)
+        slots = plane.reshape(*plane.shape[:-1], 8 // width, -1)
+        packed = slots[..., 0, :]
+        for slot in range(1, 8 // width):
+            packed = packed | (slots[..., slot, :] << (slot * width))
+        planes.append(packed)
+        shift += width
+    return planes[0] if len(planes) == 1 else jnp.concatenate(planes, axis=-1)
+
+
+def unpack_codes(packed: UInt8[Array, "*batch code_bytes"], fmt: WireFormat) -> Codes:
+    """Inverse of :func:`pack_codes`."""
+    codes, start, shift = None, 0, 0
+    for width in fmt.planes:
+        plane_bytes = fmt.block_size * width // 8
+        plane = packed[..., start : start + plane_bytes]
+        mask = (1 << width) - 1
+        slots = [(plane >> (slot * width)) & mask for slot in range(8 // width)]
+        values = (slots[0] if width == 8 else jnp.concatenate(slots, axis=-1)) << shift
+        codes = values if codes is None else codes | values
+        start, shift = start + plane_bytes, shift + width
+    assert codes is not None
+    return codes
+
+
+def pack_scales(scales: Scales) -> UInt8[Array, "*batch 2"]:
+    """The bytes of each scale as bfloat16, little-endian."""
+    return jax.lax.bitcast_convert_type(scales.astype(jnp.bfloat16), jnp.uint8)
+
+
+def unpack_scales(packed: UInt8[Array, "*batch 2"]) -> Scales:
+    """Inverse of :func:`pack_scales`."""
+    return jax.lax.bitcast_convert_type(packed, jnp.bfloat16).astype(jnp.float32)
+
+
+def join(
+    codes: Codes, scales: Scales, fmt: WireFormat
+) -> UInt8[Array, "*batch payload_bytes"]:
+    """One payload from ``(*batch, blocks, block)`` codes and their scales."""
+    batch = scales.shape[:-1]
+    body = pack_codes(codes, fmt).reshape(*batch, -1)
+    return jnp.concatenate([body, pack_scales(scales).reshape(*batch, -1)], axis=-1)
+
+
+def split(
+    payload: UInt8[Array, "*batch payload_bytes"], fmt: WireFormat
+) -> tuple[Codes, Scales]:
+    """Inverse of :func:`join`."""
+    *batch, payload_bytes = payload.shape
+    blocks = payload_bytes // fmt.block_bytes
+    body = payload[..., : blocks * fmt.code_bytes]
+    tail = payload[..., blocks * fmt.code_bytes :]
+    codes = unpack_codes(body.reshape(*batch, blocks, fmt.code_bytes), fmt)
+    return codes, unpack_scales(tail.reshape(*batch, blocks, SCALE_BYTES))
