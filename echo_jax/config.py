@@ -70,7 +70,7 @@ class EchoConfig:
 
 
 def _dtype_name(dtype) -> ResidualDtype:
-    """The canonical name of a residual dtype given as a name, a scalar type or a dtype."""
+    """The canonical name of a residual dtype given as a name, a type or a dtype."""
     try:
         name = jnp.dtype(dtype).name
     except TypeError:

@@ -37,8 +37,9 @@ class DepthPlan:
             )
             if not same:
                 raise ValueError(
-                    "All calls of a DepthPlan share one residual, so block_size, rotate "
-                    f"and residual_dtype must agree; got {config} beside {self.body}."
+                    "All calls of a DepthPlan share one residual, so block_size, "
+                    "rotate and residual_dtype must agree; got "
+                    f"{config} beside {self.body}."
                 )
         calls = self.num_calls
         if calls is not None and (not isinstance(calls, int) or calls < 0):
@@ -120,7 +121,7 @@ class DepthPlan:
 
     @property
     def backward(self) -> "DepthPlan":
-        """The plan of the mirror calls: entry ``i`` belongs to the mirror of call ``i``.
+        """The plan of the mirror calls: entry ``i`` is for the mirror of call ``i``.
 
         Going backward the last call is that of layer 0, so the ends change places.
         """
@@ -159,8 +160,8 @@ class DepthPlan:
     def _bound_calls(self) -> int:
         if self.num_calls is None:
             raise ValueError(
-                "This plan does not know the number of calls yet, and with it which are "
-                "the last: use plan.bind(num_calls), two calls for each decoder layer."
+                "This plan does not know the number of calls yet, and with it which "
+                "are the last: use plan.bind(num_calls), two for each decoder layer."
             )
         return self.num_calls
 

@@ -1,4 +1,4 @@
-"""What the four verbs share: checks at the public edge, and the types of their inputs."""
+"""What the verbs share: checks at the public edge, and the types of their inputs."""
 
 import dataclasses
 

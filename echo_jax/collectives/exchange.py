@@ -7,6 +7,7 @@ bytes, so that the results are bit-identical.
 """
 
 import dataclasses
+import itertools
 
 import jax.numpy as jnp
 from jax import lax
@@ -99,7 +100,7 @@ def _pieces(rows, residual: Residual | None, axis_name, config: EchoConfig):
     pieces = min(config.num_chunks, blocks)
     edges = [blocks * piece // pieces for piece in range(pieces + 1)]
     outputs, residuals = [], []
-    for start, stop in zip(edges[:-1], edges[1:], strict=True):
+    for start, stop in itertools.pairwise(edges):
         part = None
         if residual is not None:
             part = dataclasses.replace(
@@ -122,12 +123,12 @@ def _pieces(rows, residual: Residual | None, axis_name, config: EchoConfig):
 
 
 def _exchange(payloads: Payloads, axis_name: AxisName) -> Payloads:
-    """Payload ``j`` goes to rank ``j``; row ``i`` of the result came from rank ``i``."""
+    """Payload ``j`` goes to rank ``j``; row ``i`` of the result is from rank ``i``."""
     return lax.all_to_all(payloads, axis_name, split_axis=0, concat_axis=0, tiled=True)
 
 
 def _gather_sum(payload: Payload, axis_name: AxisName) -> Payloads:
-    """Hands out each rank's chunk of the sum, the same on every rank by construction."""
+    """Hands out each rank's chunk of the sum, the same to all by construction."""
     # A plain vmap rejects to="invarying".
     to = "invarying" if axes.is_tracked(axis_name) else "varying"
     return lax.all_gather(payload, axis_name, axis=0, tiled=False, to=to)

@@ -37,8 +37,8 @@ def echo_psum(
     :mod:`echo_jax.collectives.exact` for every collective: JAX scales the cotangents
     of a ``grad`` taken outside by ``1/N``, before they can be seen here.
 
-    Sharding: inside ``jax.shard_map`` or ``jax.vmap(axis_name=...)``. ``x`` varies along
-    the axis; ``y`` is the same on every rank, bit for bit, and typed so.
+    Sharding: inside ``jax.shard_map`` or ``jax.vmap(axis_name=...)``. ``x`` varies
+    along the axis; ``y`` is the same on every rank, bit for bit, and typed so.
 
     Args:
       x: this rank's partial sum, any shape; float32, bfloat16 or float16.
@@ -66,8 +66,8 @@ def echo_psum(
         ...     y, residual = echo.echo_psum(x, residual, "tp", config=config)
         ...     return h + y, residual
 
-    Source: "Echo: Error-Compensated 4-Bit Tensor-Parallel Communication for LLM Training
-    and Inference", arXiv 2610.14277, 2026.
+    Source: "Echo: Error-Compensated 4-Bit Tensor-Parallel Communication for LLM
+    Training and Inference", arXiv 2610.14277, 2026.
     """
     x = call.prepare("echo_psum", x, residual, axis_name, config)
     check_residual(residual, x.shape, axis_name, config)

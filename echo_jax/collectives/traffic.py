@@ -52,7 +52,7 @@ def x_bytes(shape: Shape, dtype) -> int:
 
 
 def takes_exact_path(shape: Shape, dtype, config: EchoConfig) -> bool:
-    """Whether a call on one rank's tensor of this shape is exact: it is small, or empty."""
+    """Whether a call on a tensor of this shape is exact: it is small, or empty."""
     return math.prod(shape) == 0 or x_bytes(shape, dtype) < config.min_bytes
 
 
@@ -205,8 +205,8 @@ def check_scatter(shape: Shape, size: int, dimension: int, *, tiled: bool) -> No
         )
     if not tiled and length != size:
         raise ValueError(
-            f"dimension {dimension} of x has {length} entries; with tiled=False it must "
-            f"have one for each of the {size} ranks. Did you mean tiled=True?"
+            f"dimension {dimension} of x has {length} entries; with tiled=False it "
+            f"must have one for each of the {size} ranks. Did you mean tiled=True?"
         )
 
 
