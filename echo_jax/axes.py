@@ -2,8 +2,8 @@
 
 Under ``jax.shard_map(check_vma=True)`` every value is typed with the axes along which
 it varies. Under ``check_vma=False`` and ``jax.vmap(axis_name=...)`` nothing is tracked
-and the functions here return their input. Whatever differs between JAX versions belongs in
-this module; 0.10 to 0.12 agree on all of it.
+and the functions here return their input. Whatever differs between JAX versions belongs
+in this module; 0.10 to 0.12 agree on all of it.
 """
 
 from collections.abc import Hashable

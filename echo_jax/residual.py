@@ -162,7 +162,7 @@ def check_residual(
             f"over axis {axis_name!r}:\n" + "\n".join(wrong) + "\n"
             "A residual serves calls of one shape, axis, block size, rotation and "
             "residual_dtype; bits may change from call to call.\n"
-            "  wrong:  echo_psum(x, residual_of_another_tensor, axis_name, config=config)\n"
+            "  wrong:  echo_psum(x, residual_of_another_tensor, axis_name, ...)\n"
             "  right:  residual = init_residual(x, axis_name, config=config)\n"
             "          y, residual = echo_psum(x, residual, axis_name, config=config)\n"
             "For echo_psum_scatter along the last dimension give init_residual the "

@@ -10,7 +10,7 @@ from jax import Array
 from jaxtyping import Float, Float32, UInt8
 
 AxisName: TypeAlias = Hashable | tuple[Hashable, ...]
-"""One mesh (or ``vmap``) axis, or several that act as one, the first varying slowest."""
+"""One mesh (or ``vmap``) axis, or several that act as one, the first the slowest."""
 
 Shape: TypeAlias = tuple[int, ...]
 

@@ -1,4 +1,4 @@
-"""What travels: format, blocks, rotation, packing, quantizer, bounds. Knows no ranks."""
+"""What travels: format, blocks, rotation, packing, quantizer, bounds; no ranks."""
 
 from echo_jax.wire.bounds import ErrorBound as ErrorBound
 from echo_jax.wire.bounds import contraction as contraction

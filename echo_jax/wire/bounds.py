@@ -38,7 +38,7 @@ def contraction(fmt: WireFormat) -> float:
 
 
 def rotation_gain(fmt: WireFormat) -> float:
-    """The most by which entering block coordinates can grow a block's largest magnitude.
+    """The most by which entering block coordinates can grow a block's peak.
 
     ``block_size * 2**-forward_exponent``, reached by a block of equal magnitudes; 1
     without rotation. A block of Gaussian values grows by about
@@ -101,7 +101,8 @@ def error_bound(
     """
     if ranks < 1 or not peak >= 0.0:
         raise ValueError(
-            f"error_bound needs ranks >= 1 and peak >= 0, got ranks={ranks}, peak={peak}."
+            "error_bound needs ranks >= 1 and peak >= 0, got "
+            f"ranks={ranks}, peak={peak}."
         )
     if not feedback and calls is None:
         raise ValueError(

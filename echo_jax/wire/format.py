@@ -70,7 +70,7 @@ class WireFormat:
 
     @property
     def bits_per_value(self) -> float:
-        """Bits on the wire for each value of a full block, its share of scale included."""
+        """Bits on the wire for each value of a full block, its share of the scale in."""
         return 8 * self.block_bytes / self.block_size
 
     @property
@@ -80,5 +80,5 @@ class WireFormat:
 
     @property
     def inverse_exponent(self) -> int:
-        """The rotation coming out is ``2**-inverse_exponent * H``; both multiply to 1."""
+        """The rotation coming out is ``2**-inverse_exponent * H``."""
         return self.block_size.bit_length() // 2

@@ -51,7 +51,7 @@ def levels(codes: Codes, fmt: WireFormat) -> Blocks:
 
 
 def decode(codes: Codes, scales: Scales, fmt: WireFormat) -> Blocks:
-    """What a reader of codes and scales sees, exact in float32, in block coordinates."""
+    """What a reader of codes and scales sees: exact in float32."""
     return levels(codes, fmt) * (scales * 0.5)[..., None]
 
 

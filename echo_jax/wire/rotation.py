@@ -1,9 +1,9 @@
 """The block rotation: a Hadamard matrix scaled by powers of two.
 
-``H`` has entries +-1 and ``H @ H = block_size * I``. Going in, a block is multiplied by
-``2**-floor(log2(B)/2) H``, coming out by ``2**-ceil(log2(B)/2) H``: powers of two, so
-that scaling the input by ``2**k`` stays exact for every ``B``. Coming out, ``H`` acts on
-the integer levels, exactly in float32, hence with the same bits on every backend.
+``H`` has entries +-1 and ``H @ H = block_size * I``. Going in, a block is multiplied
+by ``2**-floor(log2(B)/2) H``, coming out by ``2**-ceil(log2(B)/2) H``: powers of two,
+so that scaling the input by ``2**k`` stays exact for every ``B``. Coming out, ``H`` acts
+on the integer levels, exactly in float32, hence with the same bits on every backend.
 
 Source: Tseng et al., "QuIP#: Even Better LLM Quantization with Hadamard Incoherence and
 Lattice Codebooks", 2024, for the use of the transform against outliers.
@@ -29,7 +29,7 @@ def hadamard(block_size: int) -> np.ndarray:
 
 
 def transform(x: Blocks) -> Blocks:
-    """``x @ H`` along the last axis, in full float32 (GPUs would take TF32 by default)."""
+    """``x @ H`` along the last axis in full float32, where GPUs would take TF32."""
     return jnp.matmul(
         x,
         hadamard(x.shape[-1]),
@@ -40,7 +40,7 @@ def transform(x: Blocks) -> Blocks:
 
 def rotate(x: Blocks, fmt: WireFormat) -> Blocks:
     """Into block coordinates; the identity when the format does not rotate."""
-    # Scaled before the sum, so that values near the float32 limit do not overflow in it.
+    # Scaled before the sum, so that values near the float32 limit do not overflow.
     return transform(x * 2.0**-fmt.forward_exponent) if fmt.rotate else x
 
 
