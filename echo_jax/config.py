@@ -1,7 +1,7 @@
 """Everything that steers one call, in one frozen object."""
 
 import dataclasses
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
 import jax.numpy as jnp
 
@@ -80,4 +80,4 @@ def _dtype_name(dtype) -> ResidualDtype:
             f"residual_dtype={dtype!r} is not supported: choose one of "
             f"{get_args(ResidualDtype)}."
         )
-    return name
+    return cast(ResidualDtype, name)

@@ -201,7 +201,8 @@ def _echo_pvary_fwd(x, residual, axis_name, config):
 
 
 def _echo_pvary_bwd(axis_name, config, _, cotangents):
-    return _all_reduce(*cotangents, axis_name, config)
+    x_bar, residual_bar = cotangents
+    return _all_reduce(x_bar, residual_bar, axis_name, config)
 
 
 _echo_pvary.defvjp(_echo_pvary_fwd, _echo_pvary_bwd)

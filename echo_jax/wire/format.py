@@ -70,7 +70,7 @@ class WireFormat:
 
     @property
     def bits_per_value(self) -> float:
-        """Bits on the wire for each value of a full block, its share of the scale in."""
+        """Bits on the wire for each value of a full block, its scale included."""
         return 8 * self.block_bytes / self.block_size
 
     @property

@@ -2,8 +2,8 @@
 
 ``H`` has entries +-1 and ``H @ H = block_size * I``. Going in, a block is multiplied
 by ``2**-floor(log2(B)/2) H``, coming out by ``2**-ceil(log2(B)/2) H``: powers of two,
-so that scaling the input by ``2**k`` stays exact for every ``B``. Coming out, ``H`` acts
-on the integer levels, exactly in float32, hence with the same bits on every backend.
+so that scaling the input by ``2**k`` stays exact for every ``B``. Coming out, ``H``
+acts on the integer levels, exactly in float32, hence alike on every backend.
 
 Source: Tseng et al., "QuIP#: Even Better LLM Quantization with Hadamard Incoherence and
 Lattice Codebooks", 2024, for the use of the transform against outliers.
