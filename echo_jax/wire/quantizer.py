@@ -35,13 +35,18 @@ def block_scales(values: Blocks, fmt: WireFormat) -> Scales:
 def encode(values: Blocks, fmt: WireFormat) -> tuple[Codes, Scales]:
     """Codes and scales of each block of the last axis."""
     scales = block_scales(values, fmt)
-    usable = scales > 0.0  # neither zero nor NaN
-    inverse = jnp.where(usable, 1.0 / jnp.where(usable, scales, 1.0), 0.0)
+    inverse = inverse_scales(scales)[..., None]
     half = fmt.half_levels
-    level = jnp.floor(jnp.where(usable[..., None], values * inverse[..., None], 0.0))
+    level = jnp.floor(jnp.where(inverse > 0.0, values * inverse, 0.0))
     codes = jnp.clip(level, -half, half - 1) + half
     # By way of int32: that conversion is a vector instruction everywhere.
     return codes.astype(jnp.int32).astype(jnp.uint8), scales
+
+
+def inverse_scales(scales: Scales) -> Scales:
+    """Reciprocals, rounded as IEEE asks; zero where the scale is zero or NaN."""
+    usable = scales > 0.0
+    return jnp.where(usable, 1.0 / jnp.where(usable, scales, 1.0), 0.0)
 
 
 def levels(codes: Codes, fmt: WireFormat) -> Blocks:
