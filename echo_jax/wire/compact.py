@@ -1,9 +1,9 @@
 """The compact residual: one byte a value and one scale a block.
 
 What one rounding left out of a block lies within half its scale ``s`` of zero, so the
-scale is the natural unit: a value ``e`` is kept as the integer ``round(256 e/s)``,
-clipped to +-127, with the scale itself, in bfloat16, beside its block. Reading it back
-is exact in float32, and at most ``s/512`` is lost (``s/256`` at the very ends).
+scale is the natural unit: a value ``e`` is kept as the integer ``round(255 e/s)``, of
++-127 at most, with the scale itself, in bfloat16, beside its block. At most ``s/510``
+is lost.
 
 A block that could not be sent at all keeps nothing: below the smallest scale, about
 1e-36, a value is dropped, where the other residuals would keep it.
@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, BFloat16, Float
 
 from echo_jax.typing import Blocks, Codes, Scales
@@ -23,8 +24,9 @@ from echo_jax.wire.format import WireFormat
 # in an 8-bit float. In this one every byte but 0x80 is a number, and -128 never occurs:
 # whatever copies, selects or adds zero to the array as floats keeps the bytes.
 CONTAINER = jnp.float8_e4m3fnuz
-STEPS = 256  # steps of the residual in one scale
-LARGEST = 127
+STEPS = 255  # steps of the residual in one scale; the largest integer is 127
+# A hair fewer going in: a position may have been rounded up to the next code's, 1.
+STEPS_IN = 255.0 - 2.0**-6
 
 
 class Compact(NamedTuple):
@@ -47,23 +49,23 @@ def zeros(shape: tuple[int, ...]) -> Compact:
 def compress(values: Blocks, codes: Codes, scales: Scales, fmt: WireFormat) -> Compact:
     """What ``codes`` left out of ``values``."""
     inverse = quantizer.inverse_scales(scales)
-    # From the position within the code's step, not from the difference to the decoded
-    # value: every operation after the product is exact, on all backends alike.
+    usable = inverse > 0.0
+    # Of the position p within the step of its code, from 0 to 1, round(255 (p - 1/2))
+    # is floor(255 p) - 127: nothing to clip.
     position = values * inverse[..., None]
     position = position - (codes.astype(jnp.float32) - fmt.half_levels)
-    steps = jnp.floor(position * STEPS + 0.5) - STEPS // 2
-    steps = jnp.where(inverse[..., None] > 0.0, steps, 0.0)
-    signed = jnp.clip(steps, -LARGEST, LARGEST).astype(jnp.int32).astype(jnp.int8)
-    kept = jnp.where(inverse > 0.0, scales, 0.0).astype(jnp.bfloat16)
-    return Compact(from_bytes(signed), kept)
+    steps = jnp.where(usable[..., None], position, 0.5)
+    steps = jnp.floor(steps * STEPS_IN) - STEPS // 2
+    kept = jnp.where(usable, scales, 0.0).astype(jnp.bfloat16)
+    return Compact(from_bytes(steps.astype(jnp.int32).astype(jnp.int8)), kept)
 
 
 def expand(residual: Float[Array, "*batch block"] | Compact) -> Blocks:
-    """The values of a residual, compact or not, exact in float32."""
+    """The values of a residual, compact or not, in float32."""
     if not isinstance(residual, Compact):
         return residual.astype(jnp.float32)
-    steps = to_bytes(residual.codes).astype(jnp.float32) * (1.0 / STEPS)
-    return steps * residual.scales.astype(jnp.float32)[..., None]
+    unit = residual.scales.astype(jnp.float32) * np.float32(1.0 / STEPS)
+    return to_bytes(residual.codes).astype(jnp.float32) * unit[..., None]
 
 
 def to_bytes(codes: Float[Array, "..."]) -> jax.Array:

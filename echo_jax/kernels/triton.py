@@ -1,0 +1,184 @@
+"""The calling side of the Triton kernels, by jax-triton.
+
+Every array has a leading batch axis, see :mod:`echo_jax.kernels.dispatch`. The import
+fails where jax-triton or its CUDA plugin is missing;
+:func:`echo_jax.kernels.api.get_codec` imports this module when it first needs it.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import jax_triton
+
+from echo_jax.kernels import triton_kernels
+from echo_jax.wire import blocks as blocking
+from echo_jax.wire import compact, quantizer
+from echo_jax.wire.compact import Compact
+from echo_jax.wire.format import WireFormat
+
+# Values of a program: enough bytes in flight to hide the latency of the memory, few
+# enough for several programs to share the registers of a multiprocessor.
+_PROGRAM_VALUES = 4096
+_NUM_WARPS = 4
+_PART_WIDTH = 32  # see triton_kernels
+_SMALLEST_TILE = 16  # rows that the tensor cores take at least
+_WIDEST_ACCESS = 16  # bytes or values beyond which alignment gains nothing
+# What is compiled for where no GPU is at hand; code for it runs on all later ones.
+_OLDEST_CAPABILITY = 80
+_UNUSED = jax.ShapeDtypeStruct((1,), jnp.uint8)
+
+
+def send(x, residual, *, fmt: WireFormat, chunks: int):
+    """``(batch, rows, width)`` to ``(batch, chunks, payload)`` and the new residual."""
+    batch, *shape = x.shape
+    blocks = blocking.blocks_per_chunk(tuple(shape), fmt.block_size, chunks)
+    payload_bytes = blocks * fmt.block_bytes
+    row_scalars, row_constants = _rows(shape, fmt)
+    payloads, *owed = _launch(
+        triton_kernels.send_kernel,
+        [x, *_residual_inputs(residual, x)],
+        [*row_scalars, chunks, blocks, payload_bytes // _alignment(payload_bytes)],
+        [
+            jax.ShapeDtypeStruct((batch, chunks, payload_bytes), jnp.uint8),
+            *_residual_outputs(residual),
+        ],
+        (blocks, batch * chunks),
+        fmt=fmt,
+        input_output_aliases=_aliases(residual),
+        KIND=_kind(residual),
+        ROTATE=fmt.rotate,
+        ENTRY=2.0**-fmt.forward_exponent,
+        SCALE_FACTOR=float(quantizer.scale_factor(fmt)),
+        ALIGN=_alignment(payload_bytes),
+        **row_constants,
+    )
+    return payloads, _residual_result(residual, owed)
+
+
+def reduce(payloads, residual, *, fmt: WireFormat):
+    """``(batch, ranks, payload)`` to ``(batch, payload)`` and the new residual."""
+    batch, ranks, payload_bytes = payloads.shape
+    blocks = payload_bytes // fmt.block_bytes
+    sums, *owed = _launch(
+        triton_kernels.reduce_kernel,
+        [payloads, *_residual_inputs(residual, payloads)],
+        [blocks, payload_bytes // _alignment(payload_bytes)],
+        [
+            jax.ShapeDtypeStruct((batch, payload_bytes), jnp.uint8),
+            *_residual_outputs(residual),
+        ],
+        (blocks, batch),
+        fmt=fmt,
+        input_output_aliases=_aliases(residual),
+        KIND=_kind(residual),
+        RANKS=ranks,
+        SCALE_FACTOR=float(quantizer.scale_factor(fmt)),
+        ALIGN=_alignment(payload_bytes),
+    )
+    return sums, _residual_result(residual, owed)
+
+
+def return_(payloads, stream, *, shape: tuple[int, int], dtype, fmt: WireFormat):
+    """``(batch, chunks, payload)`` to ``(batch, rows, width)``, plus the stream."""
+    batch, chunks, payload_bytes = payloads.shape
+    blocks = payload_bytes // fmt.block_bytes
+    row_scalars, row_constants = _rows(shape, fmt)
+    (rows,) = _launch(
+        triton_kernels.return_kernel,
+        [payloads, payloads if stream is None else stream],
+        [*row_scalars, chunks, blocks, payload_bytes // _alignment(payload_bytes)],
+        [jax.ShapeDtypeStruct((batch, *shape), dtype)],
+        (blocks, batch * chunks),
+        fmt=fmt,
+        ADD=stream is not None,
+        ROTATE=fmt.rotate,
+        ENTRY=2.0**-fmt.inverse_exponent,
+        ALIGN=_alignment(payload_bytes),
+        **row_constants,
+    )
+    return rows
+
+
+def _launch(kernel, arrays, scalars, outputs, extent, *, fmt: WireFormat, **options):
+    """Runs a kernel over ``extent``: blocks, a tile of them a program, times chunks."""
+    tile = max(_SMALLEST_TILE, _PROGRAM_VALUES // fmt.block_size)
+    blocks, chunks = extent
+    return jax_triton.triton_call(
+        *arrays,
+        *scalars,
+        kernel=kernel,
+        name=f"echo_{kernel.fn.__name__}",
+        out_shape=outputs,
+        grid=(-(-blocks // tile), chunks),
+        num_warps=_NUM_WARPS,
+        enable_fp_fusion=False,
+        compute_capability=_compute_capability(),
+        BITS=fmt.bits,
+        SIZE=fmt.block_size,
+        WIDTH=min(_PART_WIDTH, fmt.block_size * fmt.bits // 8),
+        TILE=tile,
+        **options,
+    )
+
+
+def _rows(shape, fmt: WireFormat):
+    """What a kernel must know of the rows: arguments, and constants of its code."""
+    rows, width = shape
+    blocks_per_row = -(-width // fmt.block_size)
+    alignment = _alignment(width)
+    scalars = (rows * blocks_per_row, blocks_per_row, width // alignment)
+    ragged = width % fmt.block_size != 0
+    return scalars, {"RAGGED": ragged, "ROW_ALIGN": alignment}
+
+
+def _alignment(count: int) -> int:
+    """The power of two that divides a stride, as far as wide accesses can use it."""
+    return math.gcd(count, _WIDEST_ACCESS)
+
+
+def _kind(residual) -> str:
+    if residual is None:
+        return "none"
+    return "compact" if isinstance(residual, Compact) else "float"
+
+
+def _residual_inputs(residual, unused):
+    if residual is None:
+        return unused, unused
+    if isinstance(residual, Compact):
+        return compact.to_bytes(residual.codes), residual.scales
+    return residual, unused
+
+
+def _residual_outputs(residual):
+    if residual is None:
+        return _UNUSED, _UNUSED
+    if isinstance(residual, Compact):
+        codes = jax.ShapeDtypeStruct(residual.codes.shape, jnp.int8)
+        return codes, jax.ShapeDtypeStruct(residual.scales.shape, jnp.bfloat16)
+    return jax.ShapeDtypeStruct(residual.shape, residual.dtype), _UNUSED
+
+
+def _aliases(residual) -> dict[int, int]:
+    """The new residual takes the place of the old; inputs and outputs by position."""
+    return {"none": {}, "float": {1: 1}, "compact": {1: 1, 2: 2}}[_kind(residual)]
+
+
+def _residual_result(residual, outputs):
+    if residual is None:
+        return None
+    if isinstance(residual, Compact):
+        return Compact(compact.from_bytes(outputs[0]), outputs[1])
+    return outputs[0]
+
+
+@functools.cache
+def _compute_capability() -> int:
+    """That of the local GPU, times ten."""
+    try:
+        version = jax.local_devices(backend="cuda")[0].compute_capability
+    except RuntimeError:
+        return _OLDEST_CAPABILITY
+    return int(float(version) * 10)
