@@ -3,40 +3,41 @@
 Who runs is decided when a program is lowered for a platform, so that a process without
 a GPU can compile for one, and one program may hold both. ``vmap`` becomes one launch
 over a batch of messages: it is how ranks are simulated on one device.
+
+A module of kernels has the stages with one more leading axis on every array, the batch:
+``send(x, residual, *, fmt, chunks)``, ``reduce(payloads, residual, *, fmt)`` and
+``return_(payloads, stream, *, shape, dtype, fmt)``.
 """
 
 import functools
 from collections.abc import Callable
-from typing import Protocol
+from types import ModuleType
 
 import jax
+import jax.numpy as jnp
 
 from echo_jax import axes
 from echo_jax.kernels import xla
 
 
-class Kernels(Protocol):
-    """The stages over a batch of messages: every array has one more leading axis."""
-
-    def send(self, x, residual, *, fmt, chunks): ...
-    def reduce(self, payloads, residual, *, fmt): ...
-    def return_(self, payloads, stream, *, shape, dtype, fmt): ...
-
-
-def send(kernels: Kernels, x, residual, *, fmt, chunks):
+def send(kernels: ModuleType, fall_back: bool, x, residual, *, fmt, chunks):
     """See :class:`echo_jax.kernels.api.Codec`."""
     static = {"fmt": fmt, "chunks": chunks}
     kernel = functools.partial(kernels.send, **static)
-    return _call(kernel, functools.partial(xla.send, **static), x, residual)
+    definition = functools.partial(xla.send, **static) if fall_back else None
+    return _call(kernel, definition, x, residual)
 
 
-def reduce(kernels: Kernels, payloads, residual, *, fmt):
+def reduce(kernels: ModuleType, fall_back: bool, payloads, residual, *, fmt):
     """See :class:`echo_jax.kernels.api.Codec`."""
     kernel = functools.partial(kernels.reduce, fmt=fmt)
-    return _call(kernel, functools.partial(xla.reduce, fmt=fmt), payloads, residual)
+    definition = functools.partial(xla.reduce, fmt=fmt) if fall_back else None
+    return _call(kernel, definition, payloads, residual)
 
 
-def return_(kernels: Kernels, payloads, *, shape, dtype, fmt, stream=None):
+def return_(
+    kernels: ModuleType, fall_back: bool, payloads, *, shape, dtype, fmt, stream=None
+):
     """See :class:`echo_jax.kernels.api.Codec`."""
     static = {"shape": shape, "dtype": dtype, "fmt": fmt}
 
@@ -44,11 +45,15 @@ def return_(kernels: Kernels, payloads, *, shape, dtype, fmt, stream=None):
         return xla.return_(payloads, stream=stream, **static)
 
     kernel = functools.partial(kernels.return_, **static)
-    return _call(kernel, definition, payloads, stream)
+    return _call(kernel, definition if fall_back else None, payloads, stream)
 
 
-def _call(kernel: Callable, definition: Callable, *args):
-    """Runs a stage on one message, by the kernel where that is compiled for CUDA."""
+def _call(kernel: Callable, definition: Callable | None, *args):
+    """Runs a stage on one message: the kernel on CUDA, the definition elsewhere.
+
+    Without a definition, lowering for anything else is an error.
+    """
+    elsewhere = {} if definition is None else {"default": jax.vmap(definition)}
 
     def typed(*args):
         # Custom calls forget along which axes their results vary.
@@ -58,15 +63,13 @@ def _call(kernel: Callable, definition: Callable, *args):
 
     @jax.custom_batching.custom_vmap
     def batched(*args):
-        return jax.lax.platform_dependent(
-            *args, cuda=typed, default=jax.vmap(definition)
-        )
+        return jax.lax.platform_dependent(*args, cuda=typed, **elsewhere)
 
     @batched.def_vmap
     def _(axis_size, in_batched, *args):
         def merge(leaf, is_batched):
             if not is_batched:
-                leaf = jax.numpy.broadcast_to(leaf, (axis_size, *leaf.shape))
+                leaf = jnp.broadcast_to(leaf, (axis_size, *leaf.shape))
             return leaf.reshape(-1, *leaf.shape[2:])
 
         out = batched(*jax.tree.map(merge, args, tuple(in_batched)))

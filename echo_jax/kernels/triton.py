@@ -5,6 +5,7 @@ fails where jax-triton or its CUDA plugin is missing;
 :func:`echo_jax.kernels.api.get_codec` imports this module when it first needs it.
 """
 
+import dataclasses
 import functools
 import math
 
@@ -17,13 +18,29 @@ from echo_jax.wire import blocks as blocking
 from echo_jax.wire import compact, quantizer
 from echo_jax.wire.compact import Compact
 from echo_jax.wire.format import WireFormat
+from echo_jax.wire.rotation import hadamard
 
-# Values of a program: enough bytes in flight to hide the latency of the memory, few
-# enough for several programs to share the registers of a multiprocessor.
-_PROGRAM_VALUES = 4096
-_NUM_WARPS = 4
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Tuning:
+    """How one kernel is cut into programs; measured on an H200, see experiments/."""
+
+    tile_values: int  # values of a tile; 16 or 32 a thread keep many programs resident
+    num_warps: int  # of a program; few, so that its barriers wait for few
+    stages: int = 1  # tiles that a program has in flight; 1: a program for each tile
+
+
+# Without rotation a kernel is loads, a little arithmetic and stores: small programs
+# and many of them hide the latency best. With it, the tensor cores and their barriers
+# come in between, and programs that stay and fetch ahead do.
+_SEND = _Tuning(tile_values=1024, num_warps=2)
+_REDUCE = _Tuning(tile_values=1024, num_warps=1)
+_RETURN = _Tuning(tile_values=1024, num_warps=1)
+_ROTATING = _Tuning(tile_values=2048, num_warps=2, stages=3)
+_SMALLEST_DOT = 16  # rows that the tensor cores take at least
+# Programs that stay: 8 on each of the 132 multiprocessors of an H200.
+_RESIDENT_PROGRAMS = 1056
 _PART_WIDTH = 32  # see triton_kernels
-_SMALLEST_TILE = 16  # rows that the tensor cores take at least
 _WIDEST_ACCESS = 16  # bytes or values beyond which alignment gains nothing
 # What is compiled for where no GPU is at hand; code for it runs on all later ones.
 _OLDEST_CAPABILITY = 80
@@ -35,10 +52,11 @@ def send(x, residual, *, fmt: WireFormat, chunks: int):
     batch, *shape = x.shape
     blocks = blocking.blocks_per_chunk(tuple(shape), fmt.block_size, chunks)
     payload_bytes = blocks * fmt.block_bytes
+    tuning = _ROTATING if fmt.rotate else _SEND
     row_scalars, row_constants = _rows(shape, fmt)
     payloads, *owed = _launch(
         triton_kernels.send_kernel,
-        [x, *_residual_inputs(residual, x)],
+        [x, *_residual_inputs(residual, x), _matrix(fmt, fmt.forward_exponent)],
         [*row_scalars, chunks, blocks, payload_bytes // _alignment(payload_bytes)],
         [
             jax.ShapeDtypeStruct((batch, chunks, payload_bytes), jnp.uint8),
@@ -46,10 +64,11 @@ def send(x, residual, *, fmt: WireFormat, chunks: int):
         ],
         (blocks, batch * chunks),
         fmt=fmt,
+        tuning=tuning,
         input_output_aliases=_aliases(residual),
         KIND=_kind(residual),
         ROTATE=fmt.rotate,
-        ENTRY=2.0**-fmt.forward_exponent,
+        STAGES=tuning.stages,
         SCALE_FACTOR=float(quantizer.scale_factor(fmt)),
         ALIGN=_alignment(payload_bytes),
         **row_constants,
@@ -71,6 +90,7 @@ def reduce(payloads, residual, *, fmt: WireFormat):
         ],
         (blocks, batch),
         fmt=fmt,
+        tuning=_REDUCE,
         input_output_aliases=_aliases(residual),
         KIND=_kind(residual),
         RANKS=ranks,
@@ -84,43 +104,63 @@ def return_(payloads, stream, *, shape: tuple[int, int], dtype, fmt: WireFormat)
     """``(batch, chunks, payload)`` to ``(batch, rows, width)``, plus the stream."""
     batch, chunks, payload_bytes = payloads.shape
     blocks = payload_bytes // fmt.block_bytes
+    tuning = _ROTATING if fmt.rotate else _RETURN
     row_scalars, row_constants = _rows(shape, fmt)
     (rows,) = _launch(
         triton_kernels.return_kernel,
-        [payloads, payloads if stream is None else stream],
+        [payloads, payloads if stream is None else stream, _matrix(fmt, 0)],
         [*row_scalars, chunks, blocks, payload_bytes // _alignment(payload_bytes)],
         [jax.ShapeDtypeStruct((batch, *shape), dtype)],
         (blocks, batch * chunks),
         fmt=fmt,
+        tuning=tuning,
         ADD=stream is not None,
         ROTATE=fmt.rotate,
-        ENTRY=2.0**-fmt.inverse_exponent,
+        STAGES=tuning.stages,
+        UNROTATE_SCALE=2.0**-fmt.inverse_exponent,
         ALIGN=_alignment(payload_bytes),
         **row_constants,
     )
     return rows
 
 
-def _launch(kernel, arrays, scalars, outputs, extent, *, fmt: WireFormat, **options):
-    """Runs a kernel over ``extent``: blocks, a tile of them a program, times chunks."""
-    tile = max(_SMALLEST_TILE, _PROGRAM_VALUES // fmt.block_size)
+def _launch(
+    kernel, arrays, scalars, outputs, extent, *, fmt: WireFormat, tuning, **options
+):
+    """Runs a kernel over ``extent``: blocks, a tile of them at a time, times chunks."""
     blocks, chunks = extent
+    tile = tuning.tile_values // fmt.block_size
+    if options.get("ROTATE"):
+        tile = max(tile, _SMALLEST_DOT)
+    programs = -(-blocks // tile)
+    if tuning.stages > 1:
+        programs = min(programs, max(1, _RESIDENT_PROGRAMS // chunks))
     return jax_triton.triton_call(
         *arrays,
         *scalars,
         kernel=kernel,
         name=f"echo_{kernel.fn.__name__}",
         out_shape=outputs,
-        grid=(-(-blocks // tile), chunks),
-        num_warps=_NUM_WARPS,
+        grid=(programs, chunks),
+        num_warps=tuning.num_warps,
         enable_fp_fusion=False,
         compute_capability=_compute_capability(),
         BITS=fmt.bits,
         SIZE=fmt.block_size,
-        WIDTH=min(_PART_WIDTH, fmt.block_size * fmt.bits // 8),
+        WIDTH=_part_width(fmt),
         TILE=tile,
         **options,
     )
+
+
+def _part_width(fmt: WireFormat) -> int:
+    """Values of a block that form one part: no more than its packed bytes."""
+    return min(_PART_WIDTH, fmt.code_bytes)
+
+
+def _matrix(fmt: WireFormat, exponent: int) -> jax.Array:
+    """The Hadamard matrix of a part, scaled so that going in nothing overflows."""
+    return jnp.asarray(hadamard(_part_width(fmt)) * 2.0**-exponent, jnp.bfloat16)
 
 
 def _rows(shape, fmt: WireFormat):

@@ -21,8 +21,6 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import libdevice
 
-# Bit v is the parity of the number of set bits in v, for 5-bit numbers.
-_PARITY = tl.constexpr(0x96696996)
 _SMALLEST_SCALE = tl.constexpr(2.0**-120)
 _LARGEST_FLOAT = tl.constexpr(3.4028234663852886e38)
 # Of the compact residual: see wire/compact.py.
@@ -38,6 +36,7 @@ def send_kernel(
     x,
     owed,
     owed_scales,
+    matrix,  # the Hadamard matrix of a part, times a power of two
     total_blocks,  # blocks of a message; those past it, up to chunks * blocks, are zero
     blocks_per_row,
     row_units,  # values of a row, in units of ROW_ALIGN
@@ -51,46 +50,50 @@ def send_kernel(
     RAGGED: tl.constexpr,  # whether the last block of a row is not full
     ROW_ALIGN: tl.constexpr,
     ROTATE: tl.constexpr,
-    ENTRY: tl.constexpr,  # magnitude of an entry of the Hadamard matrix going in
     SCALE_FACTOR: tl.constexpr,
     BITS: tl.constexpr,
     SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
     ALIGN: tl.constexpr,
     TILE: tl.constexpr,
+    STAGES: tl.constexpr,  # tiles whose loads are in flight at once
 ):
     """Adds the residual, rotates, quantizes, packs; keeps what was left out."""
-    tile, chunk = tl.program_id(0), tl.program_id(1)
-    row = tl.arange(0, TILE)
-    inside = tile * TILE + row < blocks
+    chunk = tl.program_id(1)
     message = chunk // chunks
     row_width = row_units * ROW_ALIGN
-    x += message.to(tl.int64) * _message_size(
-        total_blocks, blocks_per_row, row_width, RAGGED, SIZE
-    )
-    first = (chunk - message * chunks) * blocks + tile * TILE
-    values = _load_rows(
-        x, first, row, inside & (first + row < total_blocks), blocks_per_row,
-        row_width, RAGGED, SIZE, WIDTH,
-    )  # fmt: skip
-    if ROTATE:
-        values = _rotate(values, ENTRY, SIZE // WIDTH, WIDTH)
-    else:
-        values = _to_float(values)
-    start = chunk.to(tl.int64) * blocks + tile * TILE
-    if KIND != "none":
-        values = _add_owed(
-            values, owed + start * SIZE, owed_scales + start, row, inside, KIND, SIZE,
+    size = _message_size(total_blocks, blocks_per_row, row_width, RAGGED, SIZE)
+    x += message.to(tl.int64) * size
+    entries = _load_matrix(matrix, ROTATE, WIDTH)
+    row = tl.arange(0, TILE)
+    tiles = tl.cdiv(blocks, TILE)
+    for tile in tl.range(
+        tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES
+    ):
+        inside = tile * TILE + row < blocks
+        first = (chunk - message * chunks) * blocks + tile * TILE
+        values = _load_rows(
+            x, first, row, inside & (first + row < total_blocks), blocks_per_row,
+            row_width, RAGGED, SIZE, WIDTH,
+        )  # fmt: skip
+        # Before the rotation, whose barriers would hold these loads up.
+        start = chunk.to(tl.int64) * blocks + tile * TILE
+        kept = _load_owed(
+            owed + start * SIZE, owed_scales + start, row, inside, KIND, SIZE, WIDTH
+        )
+        if ROTATE:
+            values = _rotate(values, entries, SIZE // WIDTH, WIDTH)
+        else:
+            values = _to_float(values)
+        values = _add_owed(values, kept, KIND)
+        body, tail = _sections(
+            payloads, chunk, payload_units, tile, blocks, BITS, SIZE, ALIGN, TILE
+        )
+        _encode(
+            values, _block_scales(values, SCALE_FACTOR), body, tail,
+            new_owed + start * SIZE, new_scales + start, row, inside, KIND, BITS, SIZE,
             WIDTH,
         )  # fmt: skip
-    body, tail = _sections(
-        payloads, chunk, payload_units, tile, blocks, BITS, SIZE, ALIGN, TILE
-    )
-    scale = _block_scales(values, SCALE_FACTOR)
-    _encode(
-        values, scale, body, tail, new_owed + start * SIZE, new_scales + start, row,
-        inside, KIND, BITS, SIZE, WIDTH,
-    )  # fmt: skip
 
 
 @triton.jit
@@ -116,53 +119,30 @@ def reduce_kernel(
     tile, message = tl.program_id(0), tl.program_id(1)
     row = tl.arange(0, TILE)
     inside = tile * TILE + row < blocks
+    start = message.to(tl.int64) * blocks + tile * TILE
+    kept = _load_owed(
+        owed + start * SIZE, owed_scales + start, row, inside, KIND, SIZE, WIDTH
+    )
     body, tail = _sections(
         payloads, message * RANKS, payload_units, tile, blocks, BITS, SIZE, ALIGN, TILE
     )
-    values = _scale_parts(*_read(body, tail, row, inside, BITS, SIZE, WIDTH))
-    if RANKS <= 16:  # unrolled, for the loads of all ranks to be in flight at once
-        for rank in tl.static_range(1, RANKS):
-            body, tail = _sections(
-                payloads,
-                message * RANKS + rank,
-                payload_units,
-                tile,
-                blocks,
-                BITS,
-                SIZE,
-                ALIGN,
-                TILE,
-            )
-            levels, scale = _read(body, tail, row, inside, BITS, SIZE, WIDTH)
-            values = _add_scaled(values, levels, scale)
-    else:
-        for rank in tl.range(1, RANKS):
-            body, tail = _sections(
-                payloads,
-                message * RANKS + rank,
-                payload_units,
-                tile,
-                blocks,
-                BITS,
-                SIZE,
-                ALIGN,
-                TILE,
-            )
-            levels, scale = _read(body, tail, row, inside, BITS, SIZE, WIDTH)
-            values = _add_scaled(values, levels, scale)
-    start = message.to(tl.int64) * blocks + tile * TILE
-    if KIND != "none":
-        values = _add_owed(
-            values, owed + start * SIZE, owed_scales + start, row, inside, KIND, SIZE,
-            WIDTH,
-        )  # fmt: skip
+    levels, scale = _read(body, tail, row, inside, BITS, SIZE, WIDTH)
+    values = _scale_parts(levels, scale)
+    # Unrolled as far as it goes, for the loads of all ranks to be in flight at once.
+    for rank in tl.range(1, RANKS, loop_unroll_factor=min(RANKS, 16) - 1):
+        skip = tl.full((), ALIGN, tl.int64) * payload_units * rank
+        levels, scale = _read(
+            body + skip, tail + skip // 2, row, inside, BITS, SIZE, WIDTH
+        )
+        values = _add_scaled(values, levels, scale)
+    values = _add_owed(values, kept, KIND)
     body, tail = _sections(
         sums, message, payload_units, tile, blocks, BITS, SIZE, ALIGN, TILE
     )
-    scale = _block_scales(values, SCALE_FACTOR)
     _encode(
-        values, scale, body, tail, new_owed + start * SIZE, new_scales + start, row,
-        inside, KIND, BITS, SIZE, WIDTH,
+        values, _block_scales(values, SCALE_FACTOR), body, tail,
+        new_owed + start * SIZE, new_scales + start, row, inside, KIND, BITS, SIZE,
+        WIDTH,
     )  # fmt: skip
 
 
@@ -170,9 +150,10 @@ def reduce_kernel(
 def return_kernel(
     payloads,
     stream,
+    matrix,
     total_blocks,
     blocks_per_row,
-    row_units,  # values of a row, in units of ROW_ALIGN
+    row_units,
     chunks,
     blocks,
     payload_units,
@@ -181,53 +162,50 @@ def return_kernel(
     RAGGED: tl.constexpr,
     ROW_ALIGN: tl.constexpr,
     ROTATE: tl.constexpr,
-    ENTRY: tl.constexpr,  # magnitude of an entry of the Hadamard matrix coming out
+    UNROTATE_SCALE: tl.constexpr,
     BITS: tl.constexpr,
     SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
     ALIGN: tl.constexpr,
     TILE: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """Dequantizes, rotates back, adds to the stream, casts."""
-    tile, chunk = tl.program_id(0), tl.program_id(1)
-    row = tl.arange(0, TILE)
-    inside = tile * TILE + row < blocks
-    body, tail = _sections(
-        payloads, chunk, payload_units, tile, blocks, BITS, SIZE, ALIGN, TILE
-    )
-    levels, scale = _read(body, tail, row, inside, BITS, SIZE, WIDTH)
-    if ROTATE:
-        levels = _rotate_levels(levels, SIZE // WIDTH, WIDTH)
-        scale = scale * ENTRY
-    values = _scale_parts(levels, scale)
+    chunk = tl.program_id(1)
     message = chunk // chunks
     row_width = row_units * ROW_ALIGN
-    offset = message.to(tl.int64) * _message_size(
-        total_blocks, blocks_per_row, row_width, RAGGED, SIZE
-    )
-    first = (chunk - message * chunks) * blocks + tile * TILE
-    inside = inside & (first + row < total_blocks)
-    if ADD:
-        values = _add_parts(
-            values,
-            _to_float(
-                _load_rows(
-                    stream + offset,
-                    first,
-                    row,
-                    inside,
-                    blocks_per_row,
-                    row_width,
-                    RAGGED,
-                    SIZE,
-                    WIDTH,
-                )  # fmt: skip
-            ),
+    size = _message_size(total_blocks, blocks_per_row, row_width, RAGGED, SIZE)
+    offset = message.to(tl.int64) * size
+    entries = _load_matrix(matrix, ROTATE, WIDTH)
+    row = tl.arange(0, TILE)
+    tiles = tl.cdiv(blocks, TILE)
+    for tile in tl.range(
+        tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES
+    ):
+        inside = tile * TILE + row < blocks
+        body, tail = _sections(
+            payloads, chunk, payload_units, tile, blocks, BITS, SIZE, ALIGN, TILE
         )
-    _store_rows(
-        values, out + offset, first, row, inside, blocks_per_row, row_width, RAGGED,
-        SIZE, WIDTH,
-    )  # fmt: skip
+        levels, scale = _read(body, tail, row, inside, BITS, SIZE, WIDTH)
+        first = (chunk - message * chunks) * blocks + tile * TILE
+        inside = inside & (first + row < total_blocks)
+        kept = ()
+        if ADD:
+            kept = _load_rows(
+                stream + offset, first, row, inside, blocks_per_row, row_width, RAGGED,
+                SIZE, WIDTH,
+            )  # fmt: skip
+        if ROTATE:
+            levels = _rotate(_to_bfloat16(levels), entries, SIZE // WIDTH, WIDTH)
+            scale = scale * UNROTATE_SCALE
+        if ADD:
+            values = _add_scaled(_to_float(kept), levels, scale)
+        else:
+            values = _scale_parts(levels, scale)
+        _store_rows(
+            values, out + offset, first, row, inside, blocks_per_row, row_width, RAGGED,
+            SIZE, WIDTH,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -245,7 +223,7 @@ def _sections(
     """Where a tile's codes and scales begin in the payload of that index."""
     code_bytes: tl.constexpr = SIZE * BITS // 8
     payload = payloads + index.to(tl.int64) * (payload_units * ALIGN)
-    body = payload + tile.to(tl.int64) * (TILE * code_bytes)
+    body = payload + tl.full((), TILE * code_bytes, tl.int64) * tile
     tail = payload + tl.full((), code_bytes, tl.int64) * blocks
     return body, tail.to(tl.pointer_type(tl.bfloat16)) + tile * TILE
 
@@ -343,8 +321,8 @@ def _store_rows(
 
 @triton.jit
 def _cast(x, DTYPE: tl.constexpr):
-    """A conversion that rounds to nearest; that of the interpreter cuts bfloat16 off."""
-    if _INTERPRETED and DTYPE == tl.bfloat16:
+    """A conversion that rounds to nearest, where the interpreter's cuts bits off."""
+    if _INTERPRETED and DTYPE == tl.bfloat16:  # noqa: SIM300, a type, not a constant
         bits = x.to(tl.uint32, bitcast=True)
         bits += 0x7FFF + ((bits >> 16) & 1)
         x = (bits & 0xFFFF0000).to(tl.float32, bitcast=True)
@@ -360,6 +338,15 @@ def _to_float(parts):
 
 
 @triton.jit
+def _to_bfloat16(parts):
+    """Of integers under 2**8, which bfloat16 holds."""
+    out = ()
+    for part in tl.static_range(len(parts)):
+        out += (parts[part].to(tl.bfloat16),)
+    return out
+
+
+@triton.jit
 def _add_parts(left, right):
     out = ()
     for part in tl.static_range(len(left)):
@@ -368,19 +355,11 @@ def _add_parts(left, right):
 
 
 @triton.jit
-def _hadamard(WIDTH: tl.constexpr):
-    """The Hadamard matrix of a part, entries +-1, in float32."""
-    index = tl.arange(0, WIDTH)
-    common = (index[:, None] & index[None, :]).to(tl.uint32)
-    odd = (tl.full((), _PARITY, tl.uint32) >> common) & 1
-    return 1.0 - 2.0 * odd.to(tl.float32)
-
-
-@triton.jit
 def _transform_part(part, entries, WIDTH: tl.constexpr):
     """``part @ entries`` with exact products and sums in float32."""
     if WIDTH < _SMALLEST_DOT:
-        total = tl.sum(part.to(tl.float32)[:, :, None] * entries[None, :, :], axis=1)
+        terms = part.to(tl.float32)[:, :, None] * entries.to(tl.float32)[None, :, :]
+        total = tl.sum(terms, axis=1)
     else:
         if part.dtype == tl.bfloat16:
             total = _dot(part, entries, None)
@@ -430,9 +409,17 @@ def _transform_across(parts, PARTS: tl.constexpr):
 
 
 @triton.jit
-def _rotate(parts, ENTRY: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr):
-    """Into block coordinates. The power of two is in the matrix: nothing overflows."""
-    entries = _hadamard(WIDTH) * ENTRY
+def _load_matrix(matrix, ROTATE: tl.constexpr, WIDTH: tl.constexpr):
+    entries = None
+    if ROTATE:
+        index = tl.arange(0, WIDTH)
+        entries = tl.load(matrix + index[:, None] * WIDTH + index[None, :])
+    return entries
+
+
+@triton.jit
+def _rotate(parts, entries, PARTS: tl.constexpr, WIDTH: tl.constexpr):
+    """The Hadamard transform, times the power of two that is in the entries."""
     out = ()
     for part in tl.static_range(PARTS):
         out += (_transform_part(parts[part], entries, WIDTH),)
@@ -440,18 +427,7 @@ def _rotate(parts, ENTRY: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr
 
 
 @triton.jit
-def _rotate_levels(levels, PARTS: tl.constexpr, WIDTH: tl.constexpr):
-    """The transform of integers under 2**8, which bfloat16 holds; exact in float32."""
-    entries = _hadamard(WIDTH)
-    out = ()
-    for part in tl.static_range(PARTS):
-        out += (_transform_part(levels[part].to(tl.bfloat16), entries, WIDTH),)
-    return _transform_across(out, PARTS)
-
-
-@triton.jit
-def _add_owed(
-    values,
+def _load_owed(
     owed,
     scales,
     row,
@@ -460,19 +436,27 @@ def _add_owed(
     SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Adds the residual of the call before."""
-    out = ()
+    """The residual of the call before: its parts, and the unit of each block."""
+    parts = ()
+    unit = 0.0
+    if KIND != "none":
+        for part in tl.static_range(SIZE // WIDTH):
+            offsets = row[:, None] * SIZE + part * WIDTH + tl.arange(0, WIDTH)[None, :]
+            parts += (tl.load(owed + offsets, mask=inside[:, None], other=0),)
     if KIND == "compact":
         unit = tl.load(scales + row, mask=inside, other=0.0).to(tl.float32)
-        unit = (unit * (1.0 / 255))[:, None]
-    for part in tl.static_range(SIZE // WIDTH):
-        offsets = row[:, None] * SIZE + part * WIDTH + tl.arange(0, WIDTH)[None, :]
-        kept = tl.load(owed + offsets, mask=inside[:, None], other=0).to(tl.float32)
-        if KIND == "compact":
-            out += (tl.fma(kept, unit, values[part]),)
-        else:
-            out += (values[part] + kept,)
-    return out
+        unit = unit * (1.0 / 255)
+    return parts, unit
+
+
+@triton.jit
+def _add_owed(values, kept, KIND: tl.constexpr):
+    parts, unit = kept
+    if KIND == "compact":
+        values = _add_scaled(values, _to_float(parts), unit)
+    elif KIND == "float":
+        values = _add_parts(values, _to_float(parts))
+    return values
 
 
 @triton.jit
