@@ -4,7 +4,9 @@ import dataclasses
 import itertools
 from collections.abc import Iterator
 
+from echo_jax.collectives.traffic import takes_exact_path
 from echo_jax.config import EchoConfig
+from echo_jax.typing import Shape
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -127,15 +129,17 @@ class DepthPlan:
         """
         return dataclasses.replace(self, head=self.tail[::-1], tail=self.head[::-1])
 
-    @property
-    def feedback(self) -> bool:
-        """Whether any call feeds its error back, so that a residual is needed."""
-        return any(c.feedback for c in (*self.head, self.body, *self.tail))
+    def residual_config(self, shape: Shape, dtype) -> EchoConfig:
+        """The configuration to make the residual of calls on such a tensor with.
 
-    @property
-    def residual_config(self) -> EchoConfig:
-        """The configuration to make the residual with."""
-        return dataclasses.replace(self.body, feedback=self.feedback)
+        Without feedback where no call can owe anything: each is exact, or small, or
+        does not feed back. ``init_residual`` then makes none.
+        """
+        owes = any(
+            config.feedback and not takes_exact_path(shape, dtype, config)
+            for config in (*self.head, self.body, *self.tail)
+        )
+        return dataclasses.replace(self.body, feedback=owes)
 
     def __len__(self) -> int:
         return self._bound_calls()
