@@ -121,6 +121,8 @@ class Decoder(nnx.Module):
     2023, for the architecture.
     """
 
+    layer_type: type[DecoderLayer] = DecoderLayer  # what is stacked
+
     def __init__(
         self, config: DecoderConfig, *, axis_name: str = "tensor", rngs: nnx.Rngs
     ):
@@ -134,7 +136,7 @@ class Decoder(nnx.Module):
         self.embed = VocabParallelEmbed(
             config.vocab_size, config.width, pad_to=VOCAB_MULTIPLE, **kinds
         )
-        self.layers = _stack_layers(config, axis_name, rngs)
+        self.layers = self._stack_layers(config, axis_name, rngs)
         self.final_norm = RMSNorm(config.width, epsilon=config.norm_epsilon, **kinds)
         self.readout = (
             None
@@ -176,6 +178,17 @@ class Decoder(nnx.Module):
         losses = vocab_parallel_cross_entropy(logits, targets, self.axis_name)
         return jnp.mean(losses), residual
 
+    @classmethod
+    def _stack_layers(cls, config: DecoderConfig, axis_name: str, rngs: nnx.Rngs):
+        """All layers as one module whose parameters have a leading axis of layers."""
+
+        @nnx.split_rngs(splits=config.num_layers)
+        @nnx.vmap(transform_metadata={nnx.PARTITION_NAME: None})
+        def make(rngs):
+            return cls.layer_type(config, axis_name=axis_name, rngs=rngs)
+
+        return make(rngs)
+
     def _run_layers(self, stream, residual, plan: DepthPlan):
         """One scan over each run of layers that share their configurations."""
         graphdef, params = nnx.split(self.layers)
@@ -199,14 +212,3 @@ class Decoder(nnx.Module):
         if self.config.remat == "save_sums":
             policy = jax.checkpoint_policies.save_only_these_names("echo_psum")
         return jax.checkpoint(layer, policy=policy)
-
-
-def _stack_layers(config: DecoderConfig, axis_name: str, rngs: nnx.Rngs):
-    """All layers as one module whose parameters have a leading axis of layers."""
-
-    @nnx.split_rngs(splits=config.num_layers)
-    @nnx.vmap(transform_metadata={nnx.PARTITION_NAME: None})
-    def make(rngs):
-        return DecoderLayer(config, axis_name=axis_name, rngs=rngs)
-
-    return make(rngs)

@@ -45,8 +45,8 @@ def make_mesh(config: MeshConfig) -> Mesh:
     if jax.device_count() < needed:
         raise ValueError(
             f"a mesh of {config.data_ranks} data x {config.tensor_ranks} tensor ranks "
-            f"needs {needed} devices, {jax.device_count()} are here: choose a smaller mesh, "
-            "or --device cpu, which simulates them."
+            f"needs {needed} devices, {jax.device_count()} are here: choose a smaller "
+            "mesh, or --device cpu, which simulates them."
         )
     return jax.make_mesh(
         (config.data_ranks, config.tensor_ranks),
