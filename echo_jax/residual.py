@@ -9,7 +9,14 @@ import jax.numpy as jnp
 
 from echo_jax import axes
 from echo_jax.config import EchoConfig
-from echo_jax.typing import AnyFloat, AxisName, ReduceResidual, SendResidual, Shape
+from echo_jax.typing import (
+    AnyFloat,
+    AxisName,
+    FloatLike,
+    ReduceResidual,
+    SendResidual,
+    Shape,
+)
 from echo_jax.wire import blocks as blocking
 
 Verb = Literal["psum", "psum_scatter", "all_gather"]
@@ -46,7 +53,7 @@ class Residual:
 
 
 def init_residual(
-    x: AnyFloat | jax.ShapeDtypeStruct | Shape,
+    x: FloatLike | jax.ShapeDtypeStruct | Shape,
     axis_name: AxisName,
     *,
     config: EchoConfig = EchoConfig(),
@@ -83,11 +90,8 @@ def init_residual(
     )  # also without feedback: an unbound axis is an error
     if not config.feedback:
         return None
-    if isinstance(x, tuple | list):
-        shape, vary = tuple(x), frozenset()
-    else:
-        shape = tuple(x.shape)
-        vary = axes.varying_axes(x) if isinstance(x, jax.Array) else frozenset()
+    shape = tuple(x) if isinstance(x, tuple | list) else jnp.shape(x)
+    vary = axes.varying_axes(x) if isinstance(x, jax.Array) else frozenset()
     if scatter_dimension is not None:
         shape = scatter_shape(shape, size, scatter_dimension, tiled=tiled)
     layout = make_layout(shape, axis_name, config)

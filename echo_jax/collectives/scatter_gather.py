@@ -10,11 +10,11 @@ from echo_jax import axes
 from echo_jax.collectives import call, exact, exchange, traffic
 from echo_jax.config import EchoConfig
 from echo_jax.residual import Residual, check_residual, scatter_shape
-from echo_jax.typing import AnyFloat, AxisName
+from echo_jax.typing import AnyFloat, AxisName, FloatLike
 
 
 def echo_psum_scatter(
-    x: AnyFloat,
+    x: FloatLike,
     residual: Residual | None,
     axis_name: AxisName,
     *,
@@ -63,7 +63,7 @@ def echo_psum_scatter(
 
 
 def echo_all_gather(
-    x: AnyFloat,
+    x: FloatLike,
     residual: Residual | None,
     axis_name: AxisName,
     *,
