@@ -241,3 +241,25 @@ def contraction(fmt: Format) -> float:
     """
     widened = (1 + 2.0**-8) * (1 + 2.0**-23) ** 2 * (1 + 2.0 ** (fmt.bits - 23))
     return widened / (2**fmt.bits - 1)
+
+
+def assert_payload_of(payload: bytes, values: np.ndarray, slack, fmt: Format) -> None:
+    """Checks a payload of blocks known to within ``slack`` in block coordinates.
+
+    Every scale must be that of a peak within the slack, and every code that of a value
+    within the slack, or within the two float32 roundings of its quotient.
+    """
+    codes, scales = unpack(payload, fmt)
+    peak = np.abs(values).max(axis=-1)
+    factor, two_roundings = 1.0 / (fmt.half - 0.5), 1 + EPS32
+    least = round_bf16((peak - slack) * factor / two_roundings)
+    most = round_bf16((peak + slack) * factor * two_roundings)
+    assert (np.where(least < MIN_SCALE, 0, least) <= scales).all()
+    assert (scales <= most).all()
+    used = scales > 0
+    quotient = values[used] / scales[used].astype(np.float64)[:, None]
+    reach = (slack[used] / scales[used])[:, None] + np.abs(quotient) * EPS32
+    level = codes[used].astype(float) - fmt.half
+    lowest, highest = level == -fmt.half, level == fmt.half - 1
+    assert (lowest | (quotient >= level - reach)).all()
+    assert (highest | (quotient <= level + 1 + reach)).all()
