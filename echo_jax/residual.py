@@ -2,14 +2,14 @@
 
 import dataclasses
 import functools
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
 from echo_jax import axes
 from echo_jax.config import EchoConfig
-from echo_jax.typing import AnyFloat, AxisName, ReduceResidual, SendResidual, Shape
+from echo_jax.typing import AnyFloat, AxisName, Shape
 from echo_jax.wire import blocks as blocking
 
 Verb = Literal["psum", "psum_scatter", "all_gather"]
@@ -40,8 +40,10 @@ class Residual:
     rank, so that it can be a scan carry, its own cotangent, or a checkpointed state.
     """
 
-    send: SendResidual  # w: rounding error of this rank's own partial sums
-    reduce: ReduceResidual  # v: rounding error of the chunk that this rank sums
+    # Not typed as arrays of these shapes: transformations put their own leaves in a
+    # pytree (stacked arrays, partition specs, placeholders).
+    send: Any  # SendResidual, w: rounding error of this rank's own partial sums
+    reduce: Any  # ReduceResidual, v: rounding error of the chunk that this rank sums
     layout: Layout
 
 
