@@ -50,7 +50,7 @@ def gains(fmt: Format) -> tuple[float, float]:
 def to_blocks(x: np.ndarray, block: int, chunks: int = 1) -> np.ndarray:
     """``(chunks, blocks, block)``: runs of the last axis, padded with zeros."""
     x = np.asarray(x)
-    rows = x.reshape(-1, x.shape[-1]) if x.ndim else x.reshape(1, 1)
+    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1]) if x.ndim else [x[None]]
     pieces = []
     for row in rows:
         for start in range(0, row.size, block):
@@ -60,7 +60,7 @@ def to_blocks(x: np.ndarray, block: int, chunks: int = 1) -> np.ndarray:
             pieces.append(piece)
     while len(pieces) % chunks:
         pieces.append(np.zeros(block, x.dtype))
-    return np.array(pieces, x.dtype).reshape(chunks, -1, block)
+    return np.array(pieces, x.dtype).reshape(chunks, len(pieces) // chunks, block)
 
 
 def from_blocks(blocks: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
@@ -263,3 +263,27 @@ def assert_payload_of(payload: bytes, values: np.ndarray, slack, fmt: Format) ->
     lowest, highest = level == -fmt.half, level == fmt.half - 1
     assert (lowest | (quotient >= level - reach)).all()
     assert (highest | (quotient <= level + 1 + reach)).all()
+
+
+def block_error(y: np.ndarray, exact: np.ndarray, fmt: Format) -> float:
+    """Largest error of ``y`` in block coordinates, where bounds hold."""
+    error = np.asarray(y, np.float64) - np.asarray(exact, np.float64)
+    return np.abs(rotate(to_blocks(error, fmt.block), fmt)).max(initial=0.0)
+
+
+def block_peak(x: np.ndarray, fmt: Format) -> float:
+    """Largest magnitude of ``x`` in block coordinates."""
+    return np.abs(rotate(to_blocks(np.float64(x), fmt.block), fmt)).max(initial=0.0)
+
+
+def float32_slack(x: np.ndarray, fmt: Format) -> float:
+    """Room for float32 arithmetic in an all-reduce of ``(ranks, *shape)`` inputs.
+
+    In block coordinates: each rank's rotation, N + 1 additions and the roundings of
+    the output, all of at most the sum of the ranks' magnitudes there.
+    """
+    ranks = x.shape[0]
+    magnitude = np.abs(np.float64(x)).sum(axis=0)
+    blocks = to_blocks(magnitude, fmt.block)
+    total = blocks.sum(axis=-1).max(initial=0.0) * (gains(fmt)[0] if fmt.rotate else 1)
+    return total * (fmt.block + ranks + 1) * EPS32
