@@ -4,7 +4,9 @@ import dataclasses
 import itertools
 from collections.abc import Iterator
 
+from echo_jax.collectives.traffic import takes_exact_path
 from echo_jax.config import EchoConfig
+from echo_jax.typing import Shape
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,9 +29,11 @@ class DepthPlan:
     body: EchoConfig  # every call in between
     tail: tuple[EchoConfig, ...] = ()  # the last calls
     num_calls: int | None = None  # all-reduces of the model, in one direction
+    # The backward sums, where they are not to mirror the forward ones.
+    mirror: "DepthPlan | None" = None
 
     def __post_init__(self):
-        for config in (*self.head, self.body, *self.tail):
+        for config in self._configs():
             same = (
                 config.format.block_size == self.body.format.block_size
                 and config.format.rotate == self.body.format.rotate
@@ -117,7 +121,22 @@ class DepthPlan:
                 f"This plan is made for {self.num_calls} calls, the model has "
                 f"{num_calls}: build the plan with num_calls={num_calls}, or without."
             )
-        return dataclasses.replace(self, num_calls=num_calls)
+        mirror = None if self.mirror is None else self.mirror.bind(num_calls)
+        return dataclasses.replace(self, num_calls=num_calls, mirror=mirror)
+
+    def with_backward(self, plan: "DepthPlan") -> "DepthPlan":
+        """This plan forward and another one backward.
+
+        Args:
+          plan: of the backward sums, in the order in which they run: its first call is
+            the mirror of the model's last.
+
+        Raises:
+          ValueError: if the two could not share a residual, or differ in ``num_calls``.
+        """
+        calls = plan.num_calls if self.num_calls is None else self.num_calls
+        joined = dataclasses.replace(self, mirror=plan)
+        return joined if calls is None else joined.bind(calls)
 
     @property
     def backward(self) -> "DepthPlan":
@@ -125,17 +144,22 @@ class DepthPlan:
 
         Going backward the last call is that of layer 0, so the ends change places.
         """
-        return dataclasses.replace(self, head=self.tail[::-1], tail=self.head[::-1])
+        plan = self if self.mirror is None else self.mirror
+        return dataclasses.replace(
+            plan, head=plan.tail[::-1], tail=plan.head[::-1], mirror=None
+        )
 
-    @property
-    def feedback(self) -> bool:
-        """Whether any call feeds its error back, so that a residual is needed."""
-        return any(c.feedback for c in (*self.head, self.body, *self.tail))
+    def residual_config(self, shape: Shape, dtype) -> EchoConfig:
+        """The configuration to make the residual of calls on such a tensor with.
 
-    @property
-    def residual_config(self) -> EchoConfig:
-        """The configuration to make the residual with."""
-        return dataclasses.replace(self.body, feedback=self.feedback)
+        Without feedback where no call can owe anything: each is exact, or small, or
+        does not feed back. ``init_residual`` then makes none.
+        """
+        owes = any(
+            config.feedback and not takes_exact_path(shape, dtype, config)
+            for config in self._configs()
+        )
+        return dataclasses.replace(self.body, feedback=owes)
 
     def __len__(self) -> int:
         return self._bound_calls()
@@ -156,6 +180,11 @@ class DepthPlan:
         if index >= calls - len(self.tail):
             return self.tail[index - calls]
         return self.head[index] if index < len(self.head) else self.body
+
+    def _configs(self) -> tuple[EchoConfig, ...]:
+        """Every configuration that a call of either direction has."""
+        own = (*self.head, self.body, *self.tail)
+        return own if self.mirror is None else own + self.mirror._configs()
 
     def _bound_calls(self) -> int:
         if self.num_calls is None:
