@@ -23,8 +23,23 @@ def axis_size(axis_name: AxisName) -> int:
     """Number of ranks along the axis.
 
     Raises:
-      ValueError: outside a ``shard_map`` or ``vmap`` that binds the axis.
+      ValueError: outside a ``shard_map`` or ``vmap`` that binds the axis; for no axis,
+        or the same one twice.
+      TypeError: if it is not an axis name or a tuple of them.
     """
+    names = axis_names(axis_name)
+    try:
+        distinct = len(set(names))
+    except TypeError:
+        raise TypeError(
+            "axis_name must be an axis name or a tuple of them, got "
+            f"{type(axis_name).__name__}; the arguments of a call are (x, residual, "
+            "axis_name)."
+        ) from None
+    if not names or distinct < len(names):
+        raise ValueError(
+            f"axis_name={axis_name!r} must name at least one axis, and none twice."
+        )
     try:
         return lax.axis_size(axis_name)
     except NameError as error:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from echo_jax.config import EchoConfig
 from echo_jax.kernels import get_codec
-from echo_jax.residual import Verb, scatter_shape
+from echo_jax.residual import Verb, check_scatter, scatter_shape
 from echo_jax.typing import Shape
 from echo_jax.wire import blocks as blocking
 
@@ -185,29 +185,6 @@ def check_dtype(dtype) -> None:
             f"dtype {jnp.dtype(dtype).name} is not supported: echo_jax carries "
             f"{', '.join(SUPPORTED_DTYPES)}. Cast x first, or use the collective of "
             "jax.lax, which is exact for integers and float64."
-        )
-
-
-def check_scatter(shape: Shape, size: int, dimension: int, *, tiled: bool) -> None:
-    """Refuses a dimension that cannot be scattered over ``size`` ranks.
-
-    Raises:
-      ValueError: with the sizes and what is needed.
-    """
-    if not -len(shape) <= dimension < len(shape):
-        raise ValueError(
-            f"scatter_dimension={dimension} is out of range for x of shape {shape}."
-        )
-    length = shape[dimension]
-    if tiled and length % size:
-        raise ValueError(
-            f"dimension {dimension} of x has {length} entries, which {size} ranks do "
-            f"not divide: pad it to {-(-length // size) * size}."
-        )
-    if not tiled and length != size:
-        raise ValueError(
-            f"dimension {dimension} of x has {length} entries; with tiled=False it "
-            f"must have one for each of the {size} ranks. Did you mean tiled=True?"
         )
 
 
