@@ -61,7 +61,10 @@ def test_exact_pair_is_the_whole_product(x, params, size):
     tolerance = HIDDEN * np.finfo(np.float32).eps
     outputs = forward(params, x)
     np.testing.assert_allclose(
-        outputs[0], reference(wide, np.asarray(x, np.float64)), rtol=0, atol=8 * tolerance
+        outputs[0],
+        reference(wide, np.asarray(x, np.float64)),
+        rtol=0,
+        atol=8 * tolerance,
     )
     assert all((out == outputs[0]).all() for out in outputs)
 
