@@ -23,8 +23,21 @@ def axis_size(axis_name: AxisName) -> int:
     """Number of ranks along the axis.
 
     Raises:
-      ValueError: outside a ``shard_map`` or ``vmap`` that binds the axis.
+      ValueError: outside a ``shard_map`` or ``vmap`` that binds the axis; for no axis,
+        or the same one twice.
+      TypeError: if it is not an axis name or a tuple of them.
     """
+    names = axis_names(axis_name)
+    if not all(map(_is_name, names)):
+        raise TypeError(
+            "axis_name must be an axis name or a tuple of them, got "
+            f"{type(axis_name).__name__}; the arguments of a call are (x, residual, "
+            "axis_name)."
+        )
+    if not names or len(set(names)) < len(names):
+        raise ValueError(
+            f"axis_name={axis_name!r} must name at least one axis, and none twice."
+        )
     try:
         return lax.axis_size(axis_name)
     except NameError as error:
@@ -32,6 +45,15 @@ def axis_size(axis_name: AxisName) -> int:
             f"axis {axis_name!r} is not bound here: call inside jax.shard_map over a "
             "mesh that has this axis, or inside jax.vmap(..., axis_name=...)."
         ) from error
+
+
+def _is_name(name) -> bool:
+    """Whether JAX could take this for a name; an int is a dimension of the array."""
+    try:
+        hash(name)
+    except TypeError:
+        return False
+    return not isinstance(name, int)
 
 
 def is_tracked(axis_name: AxisName) -> bool:

@@ -45,13 +45,13 @@ class EchoConfig:
             raise ValueError(f"format={self.format!r} must be a WireFormat.")
         if not isinstance(self.feedback, bool):
             raise ValueError(f"feedback={self.feedback!r} must be a bool.")
-        if not isinstance(self.min_bytes, int) or self.min_bytes < 0:
+        if type(self.min_bytes) is not int or self.min_bytes < 0:
             raise ValueError(
                 f"min_bytes={self.min_bytes!r} must be an int of at least 0 (bytes); "
                 "0 sends every call through the codec."
             )
         object.__setattr__(self, "residual_dtype", _dtype_name(self.residual_dtype))
-        if not isinstance(self.num_chunks, int) or self.num_chunks < 1:
+        if type(self.num_chunks) is not int or self.num_chunks < 1:
             raise ValueError(
                 f"num_chunks={self.num_chunks!r} must be an int of at least 1."
             )

@@ -2,14 +2,15 @@
 
 import dataclasses
 import functools
-from typing import Literal
+from numbers import Integral
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
 from echo_jax import axes
 from echo_jax.config import EchoConfig
-from echo_jax.typing import AnyFloat, AxisName, ReduceResidual, SendResidual, Shape
+from echo_jax.typing import AnyFloat, AxisName, FloatLike, Shape
 from echo_jax.wire import blocks as blocking
 from echo_jax.wire import compact
 from echo_jax.wire.compact import Compact
@@ -21,6 +22,8 @@ Verb = Literal["psum", "psum_scatter", "all_gather"]
 class Layout:
     """What a residual belongs to. Static: part of the pytree's structure."""
 
+    rows: int  # of the tensor, flattened to its last axis
+    width: int  # length of that axis
     chunks: int  # ranks on the axis
     blocks: int  # blocks in the chunk of one rank
     block_size: int  # values in a block
@@ -42,13 +45,15 @@ class Residual:
     rank, so that it can be a scan carry, its own cotangent, or a checkpointed state.
     """
 
-    send: SendResidual | Compact  # w: rounding error of this rank's own partial sums
-    reduce: ReduceResidual | Compact  # v: the same of the chunk that this rank sums
+    # Not typed as arrays of these shapes: transformations put their own leaves in a
+    # pytree (stacked arrays, partition specs, placeholders).
+    send: Any  # SendResidual, w: rounding error of this rank's own partial sums
+    reduce: Any  # ReduceResidual, v: rounding error of the chunk that this rank sums
     layout: Layout
 
 
 def init_residual(
-    x: AnyFloat | jax.ShapeDtypeStruct | Shape,
+    x: FloatLike | jax.ShapeDtypeStruct | Shape,
     axis_name: AxisName,
     *,
     config: EchoConfig = EchoConfig(),
@@ -74,22 +79,25 @@ def init_residual(
       ``config.residual_dtype``; None if ``config.feedback`` is off.
 
     Raises:
-      ValueError: if the axis is not bound.
+      ValueError: if the axis is not bound, or the dimension cannot be scattered.
+      TypeError: if ``x`` is neither an array nor a shape.
 
     Example:
         >>> residual = echo.init_residual(x, "tp", config=config)
         >>> y, residual = echo.echo_psum(x, residual, "tp", config=config)
     """
-    size = axes.axis_size(
-        axis_name
-    )  # also without feedback: an unbound axis is an error
+    if not isinstance(config, EchoConfig):
+        raise TypeError(
+            f"init_residual: config must be an EchoConfig, got {type(config).__name__}."
+        )
+    shape = _shape_of(x)
+    vary = axes.varying_axes(x) if isinstance(x, jax.Array) else frozenset()
+    # Also without feedback: an unbound axis is an error.
+    size = axes.axis_size(axis_name)
+    if scatter_dimension is not None:
+        check_scatter(shape, size, scatter_dimension, tiled=tiled)
     if not config.feedback:
         return None
-    if isinstance(x, tuple | list):
-        shape, vary = tuple(x), frozenset()
-    else:
-        shape = tuple(x.shape)
-        vary = axes.varying_axes(x) if isinstance(x, jax.Array) else frozenset()
     if scatter_dimension is not None:
         shape = scatter_shape(shape, size, scatter_dimension, tiled=tiled)
     layout = make_layout(shape, axis_name, config)
@@ -107,7 +115,10 @@ def init_residual(
 def make_layout(shape: Shape, axis_name: AxisName, config: EchoConfig) -> Layout:
     """The layout of the residual of calls on tensors of this shape."""
     fmt, size = config.format, axes.axis_size(axis_name)
+    rows, width = blocking.row_shape(shape)
     return Layout(
+        rows=rows,
+        width=width,
         chunks=size,
         blocks=blocking.blocks_per_chunk(shape, fmt.block_size, size),
         block_size=fmt.block_size,
@@ -123,6 +134,29 @@ def scatter_shape(shape: Shape, size: int, dimension: int, *, tiled: bool) -> Sh
     return (size, *shape[:dimension], *kept, *shape[dimension + 1 :])
 
 
+def check_scatter(shape: Shape, size: int, dimension: int, *, tiled: bool) -> None:
+    """Refuses a dimension that cannot be scattered over ``size`` ranks.
+
+    Raises:
+      ValueError: with the sizes and what is needed.
+    """
+    if not -len(shape) <= dimension < len(shape):
+        raise ValueError(
+            f"scatter_dimension={dimension} is out of range for x of shape {shape}."
+        )
+    length = shape[dimension]
+    if tiled and length % size:
+        raise ValueError(
+            f"dimension {dimension} of x has {length} entries, which {size} ranks do "
+            f"not divide: pad it to {-(-length // size) * size}."
+        )
+    if not tiled and length != size:
+        raise ValueError(
+            f"dimension {dimension} of x has {length} entries; with tiled=False it "
+            f"must have one for each of the {size} ranks. Did you mean tiled=True?"
+        )
+
+
 def check_residual(
     residual: Residual | None, shape: Shape, axis_name: AxisName, config: EchoConfig
 ) -> None:
@@ -136,6 +170,7 @@ def check_residual(
     wanted = make_layout(shape, axis_name, config)
     send_shape, reduce_shape = _array_shapes(wanted)
     given = {
+        "(rows, width)": (residual.layout.rows, residual.layout.width),
         "axis_name": residual.layout.axis_name,
         "block_size": residual.layout.block_size,
         "rotate": residual.layout.rotate,
@@ -145,6 +180,7 @@ def check_residual(
         "reduce dtype": dtype_name(residual.reduce),
     }
     needed = {
+        "(rows, width)": (wanted.rows, wanted.width),
         "axis_name": wanted.axis_name,
         "block_size": wanted.block_size,
         "rotate": wanted.rotate,
@@ -198,6 +234,17 @@ def _zeros(shape: Shape, config: EchoConfig) -> AnyFloat | Compact:
     if config.residual_dtype == "int8":
         return compact.zeros(shape)
     return jnp.zeros(shape, config.residual_dtype)
+
+
+def _shape_of(x) -> Shape:
+    """The shape of an array, or the shape itself."""
+    shape = x if isinstance(x, tuple | list) else getattr(x, "shape", None)
+    if shape is None or not all(isinstance(n, Integral) and n >= 0 for n in shape):
+        raise TypeError(
+            f"init_residual: x must be one array or its shape, got {type(x).__name__}. "
+            "Each tensor has a residual of its own: call once for each leaf."
+        )
+    return tuple(shape)
 
 
 def _array_shapes(layout: Layout) -> tuple[Shape, Shape]:

@@ -126,6 +126,11 @@ def _pieces(rows, residual: Residual | None, axis_name, config: EchoConfig):
 
 def _exchange(payloads: Payloads, axis_name: AxisName) -> Payloads:
     """Payload ``j`` goes to rank ``j``; row ``i`` of the result is from rank ``i``."""
+    if not axes.is_tracked(axis_name):
+        # Under vmap an operand that JAX knows to be alike on all ranks comes out of
+        # lax.all_to_all with a wrong shape. Compilers drop the zero.
+        zero = lax.axis_index(axis_name) * 0
+        payloads = payloads | zero.astype(jnp.uint8)
     return lax.all_to_all(payloads, axis_name, split_axis=0, concat_axis=0, tiled=True)
 
 

@@ -9,12 +9,17 @@ from jax import lax
 from echo_jax import axes
 from echo_jax.collectives import call, exact, exchange, traffic
 from echo_jax.config import EchoConfig
-from echo_jax.residual import Residual, check_residual, scatter_shape
-from echo_jax.typing import AnyFloat, AxisName
+from echo_jax.residual import (
+    Residual,
+    check_residual,
+    check_scatter,
+    scatter_shape,
+)
+from echo_jax.typing import AnyFloat, AxisName, FloatLike
 
 
 def echo_psum_scatter(
-    x: AnyFloat,
+    x: FloatLike,
     residual: Residual | None,
     axis_name: AxisName,
     *,
@@ -53,7 +58,7 @@ def echo_psum_scatter(
     """
     x = call.prepare("echo_psum_scatter", x, residual, axis_name, config)
     size = axes.axis_size(axis_name)
-    traffic.check_scatter(x.shape, size, scatter_dimension, tiled=tiled)
+    check_scatter(x.shape, size, scatter_dimension, tiled=tiled)
     dimension = scatter_dimension % x.ndim
     parts = scatter_shape(x.shape, size, dimension, tiled=tiled)
     check_residual(residual, parts, axis_name, config)
@@ -63,7 +68,7 @@ def echo_psum_scatter(
 
 
 def echo_all_gather(
-    x: AnyFloat,
+    x: FloatLike,
     residual: Residual | None,
     axis_name: AxisName,
     *,

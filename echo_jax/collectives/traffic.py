@@ -5,13 +5,13 @@ Both follow from static shapes and the configuration alone, never from timing.
 
 import dataclasses
 import math
-from typing import Literal
+from typing import Literal, get_args
 
 import jax.numpy as jnp
 
 from echo_jax.config import EchoConfig
 from echo_jax.kernels import get_codec
-from echo_jax.residual import Verb, scatter_shape
+from echo_jax.residual import Verb, check_scatter, scatter_shape
 from echo_jax.typing import Shape
 from echo_jax.wire import blocks as blocking
 
@@ -86,14 +86,16 @@ def wire_bytes(
       ``{"all_reduce": 7168}``.
 
     Raises:
-      ValueError: if ``axis_size`` is not at least 1, the dtype is not supported, or the
-        scattered dimension does not divide.
+      ValueError: if ``axis_size`` is not at least 1, the dtype is not supported, the
+        verb is not known, or the scattered dimension does not divide.
 
     Example:
         >>> wire_bytes((8, 64), 8, EchoConfig(min_bytes=0))
         {'all_to_all': 238, 'all_gather': 238}
     """
-    shape = _checked(shape, dtype, axis_size)
+    shape = _checked(shape, dtype, axis_size, verb)
+    if verb == "psum_scatter":
+        check_scatter(shape, axis_size, scatter_dimension, tiled=tiled)
     if takes_exact_path(shape, dtype, config):
         return _exact_wire_bytes(shape, dtype, axis_size, verb)
     fmt, others = config.format, axis_size - 1
@@ -101,7 +103,6 @@ def wire_bytes(
         blocks = blocking.num_blocks(shape, fmt.block_size)
         return {"all_gather": others * blocks * fmt.block_bytes}
     if verb == "psum_scatter":
-        check_scatter(shape, axis_size, scatter_dimension, tiled=tiled)
         shape = scatter_shape(shape, axis_size, scatter_dimension, tiled=tiled)
     blocks = blocking.blocks_per_chunk(shape, fmt.block_size, axis_size)
     sent = others * blocks * fmt.block_bytes
@@ -141,7 +142,7 @@ def explain(
         >>> explain((1, 4096), "bfloat16", 8).path
         'exact'
     """
-    shape = _checked(shape, dtype, axis_size)
+    shape = _checked(shape, dtype, axis_size, verb)
     size = x_bytes(shape, dtype)
     backend = None
     if config.is_exact:
@@ -187,31 +188,14 @@ def check_dtype(dtype) -> None:
         )
 
 
-def check_scatter(shape: Shape, size: int, dimension: int, *, tiled: bool) -> None:
-    """Refuses a dimension that cannot be scattered over ``size`` ranks.
-
-    Raises:
-      ValueError: with the sizes and what is needed.
-    """
-    if not -len(shape) <= dimension < len(shape):
-        raise ValueError(
-            f"scatter_dimension={dimension} is out of range for x of shape {shape}."
-        )
-    length = shape[dimension]
-    if tiled and length % size:
-        raise ValueError(
-            f"dimension {dimension} of x has {length} entries, which {size} ranks do "
-            f"not divide: pad it to {-(-length // size) * size}."
-        )
-    if not tiled and length != size:
-        raise ValueError(
-            f"dimension {dimension} of x has {length} entries; with tiled=False it "
-            f"must have one for each of the {size} ranks. Did you mean tiled=True?"
-        )
-
-
-def _checked(shape, dtype, axis_size: int) -> Shape:
+def _checked(shape, dtype, axis_size: int, verb: str) -> Shape:
     check_dtype(dtype)
+    if verb not in get_args(Verb):
+        raise ValueError(f"verb={verb!r} is not known: choose one of {get_args(Verb)}.")
+    if not isinstance(shape, tuple | list):
+        raise TypeError(
+            f"shape must be a tuple, got {shape!r}: that of one rank's x, as x.shape."
+        )
     if not isinstance(axis_size, int) or axis_size < 1:
         raise ValueError(f"axis_size={axis_size!r} must be an int of at least 1.")
     return tuple(shape)

@@ -21,20 +21,20 @@ import math
 
 from echo_jax.wire.format import WireFormat
 
-# A scale is rounded to bfloat16 (8 significant bits); before that the float32 product
-# with the scale factor, and after it the reciprocal and the product with it, each round
-# once more.
-_SCALE_ROUNDING = 2.0**-9
-_FLOAT32_ROUNDINGS = 2.0**-21
+# A bfloat16 has 8 significant bits: rounding to the nearest moves a scale by at most
+# this part of itself.
+_SCALE_ROUNDING = 2.0**-8
 
 
 def contraction(fmt: WireFormat) -> float:
     """``c``: the largest error of one rounding over the block's largest magnitude.
 
-    ``1/(2**bits - 1)``, widened by the rounding of the scale to bfloat16.
+    ``1/(2**bits - 1)``, widened by the rounding of the scale to bfloat16 and by those
+    of float32: two on the way to the scale and two on the way to ``v / s``, which move
+    an edge by at most ``2**(bits - 1) 2**-23`` scales.
     """
-    rounding = 1.0 + _SCALE_ROUNDING + _FLOAT32_ROUNDINGS
-    return rounding / (2**fmt.bits - 1)
+    float32_roundings = 2.0 ** (fmt.bits - 22)
+    return (1.0 + _SCALE_ROUNDING + float32_roundings) / (2**fmt.bits - 1)
 
 
 def rotation_gain(fmt: WireFormat) -> float:
@@ -88,13 +88,13 @@ def error_bound(
       An :class:`ErrorBound`, in the units of ``peak``.
 
     Raises:
-      ValueError: if ``calls`` is missing without feedback, or an argument is not
-        positive.
+      ValueError: if ``calls`` is missing without feedback, or an argument is out of
+        range.
 
     Example:
         >>> bound = error_bound(WireFormat(bits=4), ranks=8)
         >>> round(bound.send_residual, 4)
-        0.0716
+        0.0717
 
     The bound on the stream grows like ``N`` (each rank owes at most one rounding of its
     own) and not with depth.
@@ -104,6 +104,10 @@ def error_bound(
             "error_bound needs ranks >= 1 and peak >= 0, got "
             f"ranks={ranks}, peak={peak}."
         )
+    if sum_peak is not None and not sum_peak >= 0.0:
+        raise ValueError(f"error_bound needs sum_peak >= 0 or None, got {sum_peak}.")
+    if calls is not None and calls < 1:
+        raise ValueError(f"error_bound needs calls >= 1 or None, got calls={calls}.")
     if not feedback and calls is None:
         raise ValueError(
             "Without feedback the error grows with the number of calls: pass calls=... "

@@ -9,7 +9,7 @@ travel as a plane of the two low bits and one of the high bit, six as four and t
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, UInt8
+from jaxtyping import Array, Float32, UInt8
 
 from echo_jax.typing import Codes, Scales
 from echo_jax.wire.format import SCALE_BYTES, WireFormat
@@ -55,7 +55,9 @@ def unpack_scales(packed: UInt8[Array, "*batch 2"]) -> Scales:
 
 
 def join(
-    codes: Codes, scales: Scales, fmt: WireFormat
+    codes: UInt8[Array, "*batch blocks block"],
+    scales: Float32[Array, "*batch blocks"],
+    fmt: WireFormat,
 ) -> UInt8[Array, "*batch payload_bytes"]:
     """One payload from ``(*batch, blocks, block)`` codes and their scales."""
     batch = scales.shape[:-1]
@@ -65,7 +67,10 @@ def join(
 
 def split(
     payload: UInt8[Array, "*batch payload_bytes"], fmt: WireFormat
-) -> tuple[Codes, Scales]:
+) -> tuple[
+    UInt8[Array, "*batch blocks block"],
+    Float32[Array, "*batch blocks"],
+]:
     """Inverse of :func:`join`."""
     *batch, payload_bytes = payload.shape
     blocks = payload_bytes // fmt.block_bytes

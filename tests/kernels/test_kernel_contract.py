@@ -9,10 +9,10 @@ import sys
 import types
 
 import jax
-import kernel_contract
 import pytest
 
 from echo_jax.kernels import pallas
+from tests.kernels import kernel_contract
 
 HERE = pathlib.Path(__file__).parent
 # The interpreters take seconds for a case: a third of the cases every time, which has

@@ -107,9 +107,8 @@ def main(first: int, step: int) -> None:
     """Runs every ``step``-th case."""
     _loop_over_tensors()
     sys.modules["jax_triton"] = types.SimpleNamespace(triton_call=triton_call)
-    import kernel_contract
-
     from echo_jax.kernels import triton
+    from tests.kernels import kernel_contract
 
     failures = {}
     for case in kernel_contract.CASES[first::step]:

@@ -1,0 +1,123 @@
+"""Dense layers cut by output features (column) and by input features (row)."""
+
+import jax.numpy as jnp
+from flax import nnx
+
+from echo_jax.collectives import echo_psum
+from echo_jax.config import EchoConfig
+from echo_jax.layers.partitioning import Initializer, make_param
+from echo_jax.residual import Residual
+from echo_jax.typing import AnyFloat
+
+default_init = nnx.initializers.variance_scaling(1.0, "fan_in", "truncated_normal")
+
+
+class ColumnParallelDense(nnx.Module):
+    """``x @ kernel`` with the output features cut over the axis. No communication.
+
+    Sharding: ``x`` varies along the axis (put ``echo_pvary`` in front, on the stream);
+    each rank returns its own features.
+
+    Args:
+      in_features: length of x's last axis, whole on every rank.
+      out_features: features over all ranks.
+      axis_name: the tensor-parallel axis.
+      use_bias: add a bias, cut like the features.
+      kernel_init: initializer of the kernel.
+      dtype: of the computation.
+      param_dtype: of the parameters.
+      rngs: random keys.
+
+    Source: Shoeybi et al., "Megatron-LM", 2019.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        axis_name: str = "tensor",
+        use_bias: bool = False,
+        kernel_init: Initializer = default_init,
+        dtype=jnp.float32,
+        param_dtype=jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        """See the class."""
+        shape, spec = (in_features, out_features), (None, axis_name)
+        self.kernel = make_param(kernel_init, shape, spec, dtype=param_dtype, rngs=rngs)
+        self.bias = (
+            make_param(
+                nnx.initializers.zeros,
+                (out_features,),
+                (axis_name,),
+                dtype=param_dtype,
+                rngs=rngs,
+            )
+            if use_bias
+            else None
+        )
+        self.dtype = dtype
+
+    def __call__(self, x: AnyFloat) -> AnyFloat:
+        """``(..., in_features)`` to this rank's ``(..., out_features / N)``."""
+        y = x.astype(self.dtype) @ self.kernel[...].astype(self.dtype)
+        return y if self.bias is None else y + self.bias[...].astype(self.dtype)
+
+
+class RowParallelDense(nnx.Module):
+    """``x @ kernel`` with the input features cut over the axis: ends in an all-reduce.
+
+    Sharding: each rank has its own features of ``x``; the result is the same on every
+    rank.
+
+    Args:
+      in_features: features over all ranks.
+      out_features: length of the result's last axis, whole on every rank.
+      axis_name: the tensor-parallel axis.
+      use_bias: add a replicated bias, after the sum.
+      kernel_init: initializer of the kernel.
+      dtype: of the computation and of the partial sums.
+      param_dtype: of the parameters.
+      rngs: random keys.
+
+    Source: Shoeybi et al., "Megatron-LM", 2019.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        axis_name: str = "tensor",
+        use_bias: bool = False,
+        kernel_init: Initializer = default_init,
+        dtype=jnp.float32,
+        param_dtype=jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        """See the class."""
+        shape, spec = (in_features, out_features), (axis_name, None)
+        self.kernel = make_param(kernel_init, shape, spec, dtype=param_dtype, rngs=rngs)
+        self.bias = (
+            make_param(
+                nnx.initializers.zeros,
+                (out_features,),
+                (None,),
+                dtype=param_dtype,
+                rngs=rngs,
+            )
+            if use_bias
+            else None
+        )
+        self.axis_name, self.dtype = axis_name, dtype
+
+    def __call__(
+        self, x: AnyFloat, residual: Residual | None, *, config: EchoConfig
+    ) -> tuple[AnyFloat, Residual | None]:
+        """This rank's ``(..., in_features / N)`` to ``(..., out_features)``, summed."""
+        partial = x.astype(self.dtype) @ self.kernel[...].astype(self.dtype)
+        y, residual = echo_psum(partial, residual, self.axis_name, config=config)
+        if self.bias is not None:
+            y = y + self.bias[...].astype(self.dtype)
+        return y, residual

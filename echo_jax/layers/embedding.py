@@ -1,0 +1,151 @@
+"""Vocabulary-parallel embedding, readout and cross entropy."""
+
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from echo_jax.collectives import exact
+from echo_jax.layers.partitioning import Initializer, make_param
+from echo_jax.typing import AnyFloat
+
+embedding_init = nnx.initializers.normal(1.0)
+
+
+class VocabParallelEmbed(nnx.Module):
+    """A table of token embeddings with its rows cut over the axis.
+
+    Rows beyond ``num_embeddings`` pad the table to a multiple of ``pad_to``, so that
+    every vocabulary fits every mesh; no token reads them, and readouts mask them.
+
+    Args:
+      num_embeddings: size of the vocabulary.
+      features: width of an embedding.
+      axis_name: the tensor-parallel axis.
+      pad_to: the number of rows is a multiple of this.
+      embedding_init: initializer of the table.
+      dtype: of the embeddings handed out.
+      param_dtype: of the table.
+      rngs: random keys.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        features: int,
+        *,
+        axis_name: str = "tensor",
+        pad_to: int = 1,
+        embedding_init: Initializer = embedding_init,
+        dtype=jnp.float32,
+        param_dtype=jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        """See the class."""
+        rows = -(-num_embeddings // pad_to) * pad_to
+        shape, spec = (rows, features), (axis_name, None)
+        self.embedding = make_param(
+            embedding_init, shape, spec, dtype=param_dtype, rngs=rngs
+        )
+        self.num_embeddings = num_embeddings
+        self.axis_name, self.dtype = axis_name, dtype
+
+    def __call__(self, tokens: Int[Array, "..."]) -> AnyFloat:
+        """This rank's part of the lookup ``(..., features)``: zero for others' tokens.
+
+        The sum over ranks is the embedding. Hand it to ``echo_psum``, whose feedback
+        repays what rounding does to the start of the stream.
+        """
+        table = self.embedding[...].astype(self.dtype)
+        local = tokens - lax.axis_index(self.axis_name) * table.shape[0]
+        mine = (local >= 0) & (local < table.shape[0])
+        rows = jnp.take(table, jnp.where(mine, local, 0), axis=0)
+        return jnp.where(mine[..., None], rows, 0)
+
+    def attend(self, x: AnyFloat) -> Float[Array, "... local_vocab"]:
+        """This rank's logits from the table itself, for tied embeddings."""
+        table = self.embedding[...].astype(self.dtype)
+        return mask_padding(
+            x.astype(self.dtype) @ table.T, self.num_embeddings, self.axis_name
+        )
+
+
+class VocabParallelReadout(nnx.Module):
+    """Logits with the vocabulary cut over the axis; they are never gathered.
+
+    Args:
+      features: width of the stream.
+      num_embeddings: size of the vocabulary.
+      axis_name: the tensor-parallel axis.
+      pad_to: the number of columns is a multiple of this; the extra ones are masked.
+      kernel_init: initializer of the kernel.
+      dtype: of the computation.
+      param_dtype: of the kernel.
+      rngs: random keys.
+    """
+
+    def __init__(
+        self,
+        features: int,
+        num_embeddings: int,
+        *,
+        axis_name: str = "tensor",
+        pad_to: int = 1,
+        kernel_init: Initializer = nnx.initializers.lecun_normal(),
+        dtype=jnp.float32,
+        param_dtype=jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        """See the class."""
+        columns = -(-num_embeddings // pad_to) * pad_to
+        shape, spec = (features, columns), (None, axis_name)
+        self.kernel = make_param(kernel_init, shape, spec, dtype=param_dtype, rngs=rngs)
+        self.num_embeddings = num_embeddings
+        self.axis_name, self.dtype = axis_name, dtype
+
+    def __call__(self, x: AnyFloat) -> Float[Array, "... local_vocab"]:
+        """This rank's logits ``(..., vocab / N)`` from the normed stream."""
+        logits = x.astype(self.dtype) @ self.kernel[...].astype(self.dtype)
+        return mask_padding(logits, self.num_embeddings, self.axis_name)
+
+
+def mask_padding(logits: AnyFloat, num_embeddings: int, axis_name: str) -> AnyFloat:
+    """Gives the columns beyond the vocabulary the lowest finite logit."""
+    columns = logits.shape[-1]
+    column = lax.axis_index(axis_name) * columns + jnp.arange(columns)
+    return jnp.where(column < num_embeddings, logits, jnp.finfo(logits.dtype).min)
+
+
+def vocab_parallel_cross_entropy(
+    logits: Float[Array, "*batch local_vocab"],
+    labels: Int[Array, "*batch"],
+    axis_name: str = "tensor",
+) -> Float[Array, "*batch"]:
+    """Cross entropy in nats of each token, from logits cut over the axis.
+
+    Three numbers a token cross ranks (the maximum, the sum of exponentials, the label's
+    logit), never the logits.
+
+    Sharding: ``logits`` vary along the axis; ``labels`` and the result do not.
+
+    Args:
+      logits: this rank's part of the vocabulary, in order of rank.
+      labels: token ids in the whole vocabulary.
+      axis_name: the tensor-parallel axis.
+
+    Returns:
+      The loss of each token, in float32.
+
+    Source: Shoeybi et al., "Megatron-LM", 2019, section 3.
+    """
+    logits = logits.astype(jnp.float32)
+    peak = lax.pmax(lax.stop_gradient(jnp.max(logits, axis=-1)), axis_name)
+    shifted = logits - peak[..., None]
+    normalizer = exact.psum(jnp.sum(jnp.exp(shifted), axis=-1), axis_name)
+    columns = logits.shape[-1]
+    local = labels - lax.axis_index(axis_name) * columns
+    mine = (local >= 0) & (local < columns)
+    index = jnp.where(mine, local, 0)[..., None]
+    label_logit = jnp.take_along_axis(shifted, index, axis=-1)[..., 0]
+    label_logit = exact.psum(jnp.where(mine, label_logit, 0.0), axis_name)
+    return jnp.log(normalizer) - label_logit

@@ -1,0 +1,55 @@
+"""The gated feed-forward block."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from echo_jax.config import EchoConfig
+from echo_jax.layers.dense import ColumnParallelDense, RowParallelDense, default_init
+from echo_jax.layers.partitioning import Initializer
+from echo_jax.residual import Residual
+from echo_jax.typing import AnyFloat
+
+
+class SwiGLU(nnx.Module):
+    """``down(silu(gate(x)) * up(x))``, the hidden features cut over the axis.
+
+    Sharding: the input varies along the axis (``echo_pvary`` and the norm in front);
+    the output is the same on every rank.
+
+    Args:
+      width: width of the stream.
+      hidden: hidden features over all ranks; a multiple of the axis size.
+      axis_name: the tensor-parallel axis.
+      out_init: initializer of the down projection.
+      dtype: of the computation.
+      param_dtype: of the parameters.
+      rngs: random keys.
+
+    Source: Shazeer, "GLU Variants Improve Transformer", 2020.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        hidden: int,
+        *,
+        axis_name: str = "tensor",
+        out_init: Initializer = default_init,
+        dtype=jnp.float32,
+        param_dtype=jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        """See the class."""
+        kinds = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+        kinds["axis_name"] = axis_name
+        self.gate = ColumnParallelDense(width, hidden, **kinds)
+        self.up = ColumnParallelDense(width, hidden, **kinds)
+        self.down = RowParallelDense(hidden, width, kernel_init=out_init, **kinds)
+
+    def __call__(
+        self, x: AnyFloat, residual: Residual | None, *, config: EchoConfig
+    ) -> tuple[AnyFloat, Residual | None]:
+        """``(..., width)`` to the same shape, summed over ranks."""
+        hidden = jax.nn.silu(self.gate(x)) * self.up(x)
+        return self.down(hidden, residual, config=config)

@@ -1,0 +1,53 @@
+"""Root-mean-square normalization."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from echo_jax.collectives import exact
+from echo_jax.layers.partitioning import make_param
+from echo_jax.typing import AnyFloat
+
+
+class RMSNorm(nnx.Module):
+    r"""``x / rms(x) * scale`` over the last axis.
+
+    Sharding: ``x`` may vary along the axis, as it does behind ``echo_pvary``; the scale
+    is replicated. Its gradient is then a partial sum on each rank, added up exactly:
+    the only full-width traffic of a layer, ``width`` values.
+
+    Args:
+      width: length of the last axis.
+      axis_name: the tensor-parallel axis.
+      epsilon: added to the mean square.
+      dtype: of the result; the mean is in float32.
+      param_dtype: of the scale.
+      rngs: random keys (none is drawn).
+
+    Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        *,
+        axis_name: str = "tensor",
+        epsilon: float = 1e-5,
+        dtype=jnp.float32,
+        param_dtype=jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        """See the class."""
+        self.scale = make_param(
+            nnx.initializers.ones, (width,), (None,), dtype=param_dtype, rngs=rngs
+        )
+        self.axis_name, self.epsilon, self.dtype = axis_name, epsilon, dtype
+
+    def __call__(self, x: AnyFloat) -> AnyFloat:
+        """Normalizes ``x (..., width)``."""
+        scale = exact.pvary(self.scale[...], self.axis_name).astype(jnp.float32)
+        wide = x.astype(jnp.float32)
+        mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
+        return (wide * jax.lax.rsqrt(mean_square + self.epsilon) * scale).astype(
+            self.dtype
+        )

@@ -1,0 +1,120 @@
+"""Parameters that know how they are cut over the mesh.
+
+A parameter carries a ``PartitionSpec`` in its Flax metadata. Modules are built with
+global shapes; inside ``jax.shard_map`` the same module holds one rank's part, and
+computes with whatever shapes it finds.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+Initializer = nnx.Initializer
+Params = dict[str, Any]  # nested dict of arrays
+Specs = dict[str, Any]  # nested dict of PartitionSpec, one for each parameter
+
+
+def make_param(
+    init: Initializer,
+    shape: tuple[int, ...],
+    spec: tuple[str | None, ...],
+    *,
+    dtype,
+    rngs: nnx.Rngs,
+) -> nnx.Param:
+    """A parameter of this global shape, cut as ``spec`` says."""
+    value = init(rngs.params(), shape, dtype)
+    # Not cut at once: the same module is built for meshes and for simulated ranks.
+    return nnx.Param(value, out_sharding=spec, eager_sharding=False)
+
+
+def split_module(module: nnx.Module) -> tuple[nnx.GraphDef, Params, Specs]:
+    """Takes a module apart: structure, nested dict of parameters, and of their specs.
+
+    Works on a module of ``jax.ShapeDtypeStruct`` too (``jax.eval_shape`` of a
+    constructor), which costs no memory.
+    """
+    graphdef, state = nnx.split(module)
+    specs = nnx.get_partition_spec(state)
+    return graphdef, nnx.to_pure_dict(state), nnx.to_pure_dict(specs)
+
+
+def merge_module(graphdef: nnx.GraphDef, params: Params) -> Any:
+    """The module with these parameters: all of them, or one rank's parts."""
+    return nnx.merge(graphdef, nnx.State(params))
+
+
+def shardings(specs: Specs, mesh: Mesh) -> Any:
+    """The specs as shardings on a mesh."""
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+
+
+def split_ranks(params: Params, specs: Specs, axis_name: str, ranks: int):
+    """Cuts parameters along a new leading axis, to simulate ranks on one device.
+
+    Args:
+      params: global parameters.
+      specs: their specs.
+      axis_name: the mesh axis to simulate.
+      ranks: its size.
+
+    Returns:
+      ``(params, in_axes)`` for ``jax.vmap(..., axis_name=axis_name)``; a parameter that
+      is not cut over the axis has ``in_axes`` None and stays as it is.
+    """
+
+    def cut(param, spec: PartitionSpec):
+        dimension = _dimension(spec, axis_name)
+        if dimension is None:
+            return param
+        shape = param.shape
+        parts = (ranks, shape[dimension] // ranks)
+        param = param.reshape(*shape[:dimension], *parts, *shape[dimension + 1 :])
+        return jnp.moveaxis(param, dimension, 0)
+
+    cut_params = jax.tree.map(cut, params, specs)
+    in_axes = jax.tree.map(
+        lambda param, spec: None if _dimension(spec, axis_name) is None else 0,
+        params,
+        specs,
+    )
+    return cut_params, in_axes
+
+
+def join_ranks(params: Params, specs: Specs, axis_name: str) -> Params:
+    """Inverse of :func:`split_ranks` for values with a leading axis of ranks each.
+
+    What is not cut over the axis is the same on all ranks; the first rank's is taken.
+    """
+
+    def join(param, spec: PartitionSpec):
+        dimension = _dimension(spec, axis_name)
+        if dimension is None:
+            return param[0]
+        param = jnp.moveaxis(param, 0, dimension)
+        shape = param.shape
+        joined = shape[dimension] * shape[dimension + 1]
+        return param.reshape(*shape[:dimension], joined, *shape[dimension + 2 :])
+
+    return jax.tree.map(join, params, specs)
+
+
+def check_divides(what: str, size: int, ranks: int, axis_name: str) -> None:
+    """Refuses a dimension that the axis does not divide.
+
+    Raises:
+      ValueError: naming the dimension, both sizes and the nearest one that works.
+    """
+    if size % ranks:
+        nearest = -(-size // ranks) * ranks
+        raise ValueError(
+            f"{what}={size} cannot be cut over {ranks} ranks of axis {axis_name!r}: "
+            f"use a multiple of {ranks}, such as {nearest}, or fewer ranks."
+        )
+
+
+def _dimension(spec: PartitionSpec, axis_name: str) -> int | None:
+    return list(spec).index(axis_name) if axis_name in spec else None

@@ -1,0 +1,73 @@
+"""The size and kind of a decoder."""
+
+import dataclasses
+from typing import Literal
+
+from echo_jax.layers.partitioning import check_divides
+
+Remat = Literal["none", "layer", "save_sums"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecoderConfig:
+    """A pre-norm decoder of the Llama family.
+
+    Raises:
+      ValueError: if a size is not positive or sizes do not fit each other.
+    """
+
+    vocab_size: int = 256  # token ids; 256 reads bytes
+    num_layers: int = 6  # pairs of attention and feed-forward block
+    width: int = 128  # features of the residual stream
+    num_heads: int = 4  # query heads
+    num_kv_heads: int = 4  # key-value heads; divides num_heads
+    head_dim: int = 32  # features of one head; even
+    mlp_width: int = 352  # hidden features of the feed-forward block
+    rope_theta: float = 10_000.0  # base of the rotary wavelengths
+    norm_epsilon: float = 1e-5  # added to the mean square in the norms
+    tied_embeddings: bool = False  # read out with the embedding table
+    dtype: str = "float32"  # of the computation, and so of the partial sums
+    param_dtype: str = "float32"  # of the parameters
+    # What the backward pass recomputes: nothing; each layer, its sums included; each
+    # layer except its sums, so that no collective runs twice.
+    remat: Remat = "none"
+
+    def __post_init__(self):
+        for name in (
+            "vocab_size",
+            "num_layers",
+            "width",
+            "num_heads",
+            "num_kv_heads",
+            "head_dim",
+            "mlp_width",
+        ):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name}={value!r} must be an int of at least 1.")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_kv_heads={self.num_kv_heads} must divide "
+                f"num_heads={self.num_heads}: each serves as many query heads."
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim={self.head_dim} must be even for rotation.")
+        if self.remat not in ("none", "layer", "save_sums"):
+            raise ValueError(
+                f"remat={self.remat!r} must be 'none', 'layer' or 'save_sums'."
+            )
+
+    @property
+    def num_calls(self) -> int:
+        """All-reduces of the layers, in one direction: two a layer."""
+        return 2 * self.num_layers
+
+    def check_ranks(self, ranks: int, axis_name: str = "tensor") -> None:
+        """Refuses a tensor-parallel axis that does not divide heads or hidden features.
+
+        Raises:
+          ValueError: naming the first size that does not fit.
+        """
+        check_divides("num_heads", self.num_heads, ranks, axis_name)
+        check_divides("num_kv_heads", self.num_kv_heads, ranks, axis_name)
+        check_divides("mlp_width", self.mlp_width, ranks, axis_name)

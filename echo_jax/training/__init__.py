@@ -1,0 +1,16 @@
+"""Training over a (data, tensor) mesh: configuration, data, state, step, loop."""
+
+from echo_jax.training.config import DataConfig as DataConfig
+from echo_jax.training.config import MeshConfig as MeshConfig
+from echo_jax.training.config import OptimizerConfig as OptimizerConfig
+from echo_jax.training.config import TrainConfig as TrainConfig
+from echo_jax.training.loop import RunResult as RunResult
+from echo_jax.training.loop import compare as compare
+from echo_jax.training.state import ModelParts as ModelParts
+from echo_jax.training.state import TrainState as TrainState
+from echo_jax.training.state import create_state as create_state
+from echo_jax.training.state import make_mesh as make_mesh
+from echo_jax.training.state import make_optimizer as make_optimizer
+from echo_jax.training.step import StepMetrics as StepMetrics
+from echo_jax.training.step import make_eval_step as make_eval_step
+from echo_jax.training.step import make_train_step as make_train_step

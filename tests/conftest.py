@@ -1,0 +1,71 @@
+"""Settings that must come before JAX is imported, and what tests share."""
+
+import os
+
+import hypothesis
+import jaxtyping
+import pytest
+
+# Eight virtual CPU devices on few cores dead-lock in XLA's thread pool when several
+# executions are in flight; more threads than devices avoid it.
+os.environ.setdefault("NPROC", "16")
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+_DEVICES = "--xla_force_host_platform_device_count"
+if _DEVICES not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_DEVICES}=8".strip()
+
+# Every annotated shape and dtype of the package is checked while tests run.
+jaxtyping.install_import_hook("echo_jax", "beartype.beartype")
+
+hypothesis.settings.register_profile(
+    "echo", derandomize=True, deadline=None, max_examples=25, database=None
+)
+hypothesis.settings.load_profile("echo")
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--long", action="store_true", help="run the tests marked long as well"
+    )
+
+
+def pytest_collection_modifyitems(config, items):
+    """Leaves the long tests out unless ``--long`` or ``-m`` asks for them."""
+    if config.getoption("--long") or config.getoption("-m"):
+        return
+    long = [item for item in items if item.get_closest_marker("long")]
+    if long:
+        config.hook.pytest_deselected(items=long)
+        items[:] = [item for item in items if item not in long]
+
+
+@pytest.fixture(scope="session")
+def mesh8():
+    """All eight devices on one axis, ``tp``."""
+    from tests.ranks import mesh
+
+    return mesh(tp=8)
+
+
+@pytest.fixture(scope="session")
+def mesh2x4():
+    """Two data ranks times four tensor ranks."""
+    from tests.ranks import mesh
+
+    return mesh(dp=2, tp=4)
+
+
+@pytest.fixture(scope="session")
+def mesh2x2x2():
+    """Pipeline, data and tensor axes of two each."""
+    from tests.ranks import mesh
+
+    return mesh(pp=2, dp=2, tp=2)
+
+
+@pytest.fixture
+def as_shipped():
+    """The library as users run it, so that its own messages are what is tested."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)

@@ -1,0 +1,47 @@
+"""Reads the collectives out of compiled HLO."""
+
+import collections
+import dataclasses
+import math
+import re
+
+_COLLECTIVE = re.compile(
+    r"= (?P<shape>\(.*?\)|\S+) "
+    r"(?P<op>(?:ragged-)?all-to-all|all-gather|all-reduce|reduce-scatter"
+    r"|collective-permute|collective-broadcast)(?P<start>-start)?\("
+)
+_ARRAY = re.compile(r"\b(?P<dtype>[a-z]+\d+\w*|pred)\[(?P<dims>[\d,]*)\]")
+_BYTES = {"8": 1, "16": 2, "32": 4, "64": 8}
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One instruction, as often as it stands in the program (not as it runs)."""
+
+    op: str
+    dtype: str
+    buffer_bytes: int  # of the results
+
+
+def collectives(compiled) -> list[Collective]:
+    """Every collective of a program compiled without start/done pairs."""
+    found = []
+    for line in compiled.as_text().splitlines():
+        match = _COLLECTIVE.search(line)
+        if match is None:
+            continue
+        assert match["start"] is None, line
+        arrays = list(_ARRAY.finditer(match["shape"]))
+        dtypes = {array["dtype"] for array in arrays}
+        size = 0
+        for array in arrays:
+            dims = [int(dim) for dim in array["dims"].split(",") if dim]
+            width = _BYTES[re.sub(r"\D", "", array["dtype"]) or "8"]
+            size += math.prod(dims) * width
+        found.append(Collective(match["op"], "+".join(sorted(dtypes)), size))
+    return found
+
+
+def counts(compiled) -> dict[tuple[str, str], int]:
+    """How often each kind of collective stands in the program, with its dtype."""
+    return dict(collections.Counter((c.op, c.dtype) for c in collectives(compiled)))

@@ -1,0 +1,64 @@
+import dataclasses
+
+import jax.numpy as jnp
+import pytest
+
+from echo_jax import EchoConfig, WireFormat
+
+
+def test_defaults_are_the_recommended_ones():
+    config = EchoConfig()
+    assert config.format == WireFormat(bits=4, block_size=64, rotate=True)
+    assert config.feedback
+    assert config.residual_dtype == "bfloat16"
+    assert (config.num_chunks, config.backend) == (1, "auto")
+
+
+def test_config_is_frozen_hashable_and_keyword_only():
+    assert hash(EchoConfig()) == hash(EchoConfig(format=WireFormat()))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        EchoConfig().feedback = False
+    with pytest.raises(TypeError, match="positional"):
+        EchoConfig(WireFormat())
+
+
+@pytest.mark.usefixtures("as_shipped")
+@pytest.mark.parametrize("dtype", ["bfloat16", jnp.bfloat16, jnp.dtype("bfloat16")])
+def test_residual_dtype_may_be_given_as_any_dtype(dtype):
+    assert EchoConfig(residual_dtype=dtype) == EchoConfig()
+
+
+@pytest.mark.usefixtures("as_shipped")
+@pytest.mark.parametrize(
+    ("field", "value", "needed"),
+    [
+        ("format", 4, "WireFormat"),
+        ("format", "4bit", "WireFormat"),
+        ("feedback", 1, "bool"),
+        ("min_bytes", -1, "at least 0"),
+        ("min_bytes", 1e6, "int"),
+        ("min_bytes", None, "int"),
+        ("min_bytes", True, "int"),
+        ("residual_dtype", "int16", "float32"),
+        ("residual_dtype", "float16", "bfloat16"),
+        ("residual_dtype", None, "bfloat16"),
+        ("residual_dtype", "nonsense", "bfloat16"),
+        ("num_chunks", 0, "at least 1"),
+        ("num_chunks", 2.0, "int"),
+        ("num_chunks", True, "int"),
+        ("backend", "cuda", "'auto', 'xla'"),
+        ("backend", None, "'auto', 'xla'"),
+    ],
+)
+def test_refused_fields_are_named_with_what_is_accepted(field, value, needed):
+    with pytest.raises(ValueError, match=f"{field}=.*{needed}"):
+        EchoConfig(**{field: value})
+
+
+def test_exact_is_exact_at_any_size_and_changes_nothing_else():
+    config = EchoConfig(format=WireFormat(bits=2), min_bytes=0, num_chunks=3)
+    exact = config.exact()
+    assert exact.is_exact
+    assert not config.is_exact
+    assert dataclasses.replace(exact, min_bytes=0) == config
+    assert exact.exact() == exact

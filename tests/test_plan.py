@@ -1,0 +1,118 @@
+import jax.numpy as jnp
+import pytest
+
+from echo_jax import DepthPlan, EchoConfig, WireFormat
+
+CONFIG = EchoConfig(min_bytes=0)
+
+
+def _bits(plan):
+    return ["exact" if c.is_exact else c.format.bits for c in plan]
+
+
+def test_uniform_is_the_same_configuration_at_every_call():
+    plan = DepthPlan.uniform(CONFIG)
+    assert plan[0] == plan[1000] == CONFIG
+    assert list(plan.bind(5)) == [CONFIG] * 5
+    assert list(plan.backward.bind(5)) == [CONFIG] * 5
+
+
+def test_uniform_may_end_exactly():
+    plan = DepthPlan.uniform(CONFIG, exact_final=True, num_calls=4)
+    assert _bits(plan) == [4, 4, 4, "exact"]
+    assert plan[3] == CONFIG.exact()
+
+
+def test_edges_gives_the_layers_at_the_ends_more_bits():
+    plan = DepthPlan.edges(CONFIG, edge_bits=8, first=2, last=1)
+    assert _bits(plan.bind(12)) == [8] * 4 + [4] * 6 + [8] * 2
+    plan = DepthPlan.edges(CONFIG, edge_bits=6, first=1, last=2, calls_per_layer=1)
+    assert _bits(plan.bind(6)) == [6, 4, 4, 4, 6, 6]
+    plan = DepthPlan.edges(CONFIG, exact_final=True)
+    assert _bits(plan.bind(8)) == [8, 8, 8, 8, 4, 4, 8, "exact"]
+    plan = DepthPlan.edges(CONFIG, first=0, last=0, exact_final=True)
+    assert _bits(plan.bind(3)) == [4, 4, "exact"]
+
+
+def test_edges_of_a_shallow_model_meet():
+    assert _bits(DepthPlan.edges(CONFIG).bind(4)) == [8] * 4
+    assert _bits(DepthPlan.edges(CONFIG).bind(2)) == [8] * 2
+    assert _bits(DepthPlan.edges(CONFIG, exact_final=True).bind(1)) == ["exact"]
+
+
+def test_backward_is_indexed_by_the_call_it_mirrors():
+    """Going backward the last call is that of layer 0."""
+    plan = DepthPlan.edges(CONFIG, first=2, last=1, exact_final=True).bind(12)
+    assert _bits(plan.backward) == ["exact", 8] + [4] * 6 + [8] * 4
+    assert _bits(plan.backward.backward) == _bits(plan)
+
+
+def test_a_backward_plan_of_its_own():
+    forward = DepthPlan.edges(CONFIG)
+    plan = forward.with_backward(DepthPlan.uniform(CONFIG, exact_final=True)).bind(8)
+    assert _bits(plan) == [8, 8, 8, 8, 4, 4, 8, 8]
+    # In the order in which they run, the last is the mirror of the first.
+    assert _bits(plan.backward) == ["exact"] + [4] * 7
+
+
+def test_negative_indices_and_iteration():
+    plan = DepthPlan.edges(CONFIG).bind(10)
+    assert plan[-1] == plan[9]
+    assert plan[-10] == plan[0]
+    assert len(plan) == 10
+    assert len(list(plan)) == 10
+    for index in (10, -11):
+        with pytest.raises(IndexError, match="plan for 10 calls"):
+            plan[index]
+
+
+def test_a_plan_that_needs_the_number_of_calls_says_so():
+    plan = DepthPlan.edges(CONFIG)
+    for use in (len, list, lambda p: p[0]):
+        with pytest.raises(ValueError, match=r"plan\.bind\(num_calls\)"):
+            use(plan)
+    with pytest.raises(ValueError, match="made for 4 calls, the model has 6"):
+        DepthPlan.uniform(CONFIG, num_calls=4).bind(6)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        EchoConfig(format=WireFormat(block_size=32)),
+        EchoConfig(format=WireFormat(rotate=False)),
+        EchoConfig(residual_dtype="float32"),
+    ],
+)
+def test_calls_that_could_not_share_a_residual_are_refused(other):
+    with pytest.raises(ValueError, match="share one residual"):
+        DepthPlan(body=CONFIG, tail=(other,))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"first": -1}, "first=-1"),
+        ({"last": -1}, "last=-1"),
+        ({"calls_per_layer": 0}, "calls_per_layer=0"),
+        ({"edge_bits": 5}, r"bits=5.*choose one of"),
+        ({"num_calls": -2}, "num_calls=-2"),
+    ],
+)
+def test_refused_arguments_of_edges(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        DepthPlan.edges(CONFIG, **arguments)
+
+
+def test_a_residual_is_needed_only_where_a_call_can_owe():
+    shape, dtype = (64, 64), jnp.bfloat16
+    no_feedback = EchoConfig(min_bytes=0, feedback=False)
+    small = EchoConfig(min_bytes=1 << 20)
+    needs = {
+        DepthPlan.uniform(CONFIG): True,
+        DepthPlan.uniform(no_feedback): False,
+        DepthPlan.uniform(CONFIG.exact()): False,
+        DepthPlan.uniform(small): False,
+        DepthPlan(body=no_feedback, head=(CONFIG,)): True,
+    }
+    for plan, needed in needs.items():
+        assert plan.residual_config(shape, dtype).feedback is needed
