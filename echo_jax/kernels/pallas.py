@@ -200,7 +200,7 @@ def _write(payload_ref, level, scales, fmt: WireFormat, blocks: int) -> None:
     slots = 8 // fmt.bits
     if slots > 1:
         parts = jnp.swapaxes(codes.reshape(tile, slots, -1), 1, 2)
-        packed, *rest = jnp.unstack(parts, axis=-1)
+        packed, *rest = _unstack(parts)
         for slot, part in enumerate(rest, start=1):
             packed = packed | (part << (slot * fmt.bits))
         codes = packed
@@ -208,10 +208,9 @@ def _write(payload_ref, level, scales, fmt: WireFormat, blocks: int) -> None:
     body = pl.ds(first * fmt.code_bytes, tile * fmt.code_bytes)
     payload_ref[entry, body] = codes.astype(jnp.uint8).reshape(-1)
     bits = jax.lax.bitcast_convert_type(scales.astype(jnp.bfloat16), jnp.uint16)
-    halves = jnp.stack([bits & 0xFF, bits >> 8], axis=-1)
-    tail = blocks * fmt.code_bytes + first * SCALE_BYTES
-    tail = pl.ds(tail, tile * SCALE_BYTES)
-    payload_ref[entry, tail] = halves.astype(jnp.uint8).reshape(-1)
+    # Byte by byte: bytes stacked in registers came out wrong from Triton.
+    for byte, at in enumerate(_scale_bytes(first, tile, fmt, blocks)):
+        payload_ref[entry, at] = ((bits >> (8 * byte)) & 0xFF).astype(jnp.uint8)
 
 
 def _read(payloads_ref, index, fmt: WireFormat, blocks: int):
@@ -225,12 +224,18 @@ def _read(payloads_ref, index, fmt: WireFormat, blocks: int):
         mask = np.uint8((1 << fmt.bits) - 1)
         parts = [(packed >> np.uint8(slot * fmt.bits)) & mask for slot in range(slots)]
         packed = jnp.swapaxes(_stack(parts), 1, 2).reshape(tile, fmt.block_size)
-    tail = blocks * fmt.code_bytes + first * SCALE_BYTES
-    halves = payloads_ref[(*index, pl.ds(tail, tile * SCALE_BYTES))]
-    low, high = jnp.unstack(halves.reshape(tile, SCALE_BYTES), axis=-1)
+    low, high = (
+        payloads_ref[(*index, at)] for at in _scale_bytes(first, tile, fmt, blocks)
+    )
     bits = low.astype(jnp.uint16) | (high.astype(jnp.uint16) << 8)
     scales = jax.lax.bitcast_convert_type(bits, jnp.bfloat16).astype(jnp.float32)
     return quantizer.levels(packed, fmt), scales * 0.5
+
+
+def _scale_bytes(first, tile: int, fmt: WireFormat, blocks: int) -> list:
+    """Where the low and the high bytes of a tile's scales are."""
+    start = blocks * fmt.code_bytes + first * SCALE_BYTES
+    return [pl.ds(start + byte, tile, SCALE_BYTES) for byte in range(SCALE_BYTES)]
 
 
 def _stack(parts):
@@ -239,6 +244,15 @@ def _stack(parts):
         return jnp.stack(parts, axis=-1)
     pairs = jnp.stack([_stack(parts[0::2]), _stack(parts[1::2])], axis=-1)
     return pairs.reshape(*parts[0].shape, len(parts))
+
+
+def _unstack(parts):
+    """The inverse of :func:`_stack`."""
+    if parts.shape[-1] == 2:
+        return jnp.unstack(parts, axis=-1)
+    pairs = parts.reshape(*parts.shape[:-1], parts.shape[-1] // 2, 2)
+    even, odd = (_unstack(half) for half in jnp.unstack(pairs, axis=-1))
+    return [part for pair in zip(even, odd, strict=True) for part in pair]
 
 
 def _tile(blocks: int) -> int:

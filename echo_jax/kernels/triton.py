@@ -38,8 +38,9 @@ _REDUCE = _Tuning(tile_values=1024, num_warps=1)
 _RETURN = _Tuning(tile_values=1024, num_warps=1)
 _ROTATING = _Tuning(tile_values=2048, num_warps=2, stages=3)
 _SMALLEST_DOT = 16  # rows that the tensor cores take at least
-# Programs that stay: 8 on each of the 132 multiprocessors of an H200.
-_RESIDENT_PROGRAMS = 1056
+# Programs that stay: the 10 that the registers of each of an H200's 132
+# multiprocessors have room for.
+_RESIDENT_PROGRAMS = 1320
 _PART_WIDTH = 32  # see triton_kernels
 _WIDEST_ACCESS = 16  # bytes or values beyond which alignment gains nothing
 # What is compiled for where no GPU is at hand; code for it runs on all later ones.

@@ -65,35 +65,79 @@ def send_kernel(
     size = _message_size(total_blocks, blocks_per_row, row_width, RAGGED, SIZE)
     x += message.to(tl.int64) * size
     entries = _load_matrix(matrix, ROTATE, WIDTH)
+    first_chunk = message * chunks
+    if STAGES == 1:
+        _send_tile(
+            tl.program_id(0), x, owed, owed_scales, entries, total_blocks,
+            blocks_per_row, row_width, chunk, first_chunk, blocks, payload_units,
+            payloads, new_owed, new_scales, KIND, RAGGED, ROTATE, SCALE_FACTOR, BITS,
+            SIZE, WIDTH, ALIGN, TILE,
+        )  # fmt: skip
+    else:
+        tiles = tl.cdiv(blocks, TILE)
+        for tile in tl.range(
+            tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES
+        ):
+            _send_tile(
+                tile, x, owed, owed_scales, entries, total_blocks, blocks_per_row,
+                row_width, chunk, first_chunk, blocks, payload_units, payloads,
+                new_owed, new_scales, KIND, RAGGED, ROTATE, SCALE_FACTOR, BITS, SIZE,
+                WIDTH, ALIGN, TILE,
+            )  # fmt: skip
+
+
+@triton.jit
+def _send_tile(
+    tile,
+    x,
+    owed,
+    owed_scales,
+    entries,
+    total_blocks,
+    blocks_per_row,
+    row_width,
+    chunk,
+    first_chunk,
+    blocks,
+    payload_units,
+    payloads,
+    new_owed,
+    new_scales,
+    KIND: tl.constexpr,
+    RAGGED: tl.constexpr,
+    ROTATE: tl.constexpr,
+    SCALE_FACTOR: tl.constexpr,
+    BITS: tl.constexpr,
+    SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ALIGN: tl.constexpr,
+    TILE: tl.constexpr,
+):
     row = tl.arange(0, TILE)
-    tiles = tl.cdiv(blocks, TILE)
-    for tile in tl.range(
-        tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES
-    ):
-        inside = tile * TILE + row < blocks
-        first = (chunk - message * chunks) * blocks + tile * TILE
-        values = _load_rows(
-            x, first, row, inside & (first + row < total_blocks), blocks_per_row,
-            row_width, RAGGED, SIZE, WIDTH,
-        )  # fmt: skip
-        # Before the rotation, whose barriers would hold these loads up.
-        start = chunk.to(tl.int64) * blocks + tile * TILE
-        kept = _load_owed(
-            owed + start * SIZE, owed_scales + start, row, inside, KIND, SIZE, WIDTH
-        )
-        if ROTATE:
-            values = _rotate(values, entries, SIZE // WIDTH, WIDTH)
-        else:
-            values = _to_float(values)
-        values = _add_owed(values, kept, KIND)
-        body, tail = _sections(
-            payloads, chunk, payload_units, tile, blocks, BITS, SIZE, ALIGN, TILE
-        )
-        _encode(
-            values, _block_scales(values, SCALE_FACTOR), body, tail,
-            new_owed + start * SIZE, new_scales + start, row, inside, KIND, BITS, SIZE,
-            WIDTH,
-        )  # fmt: skip
+    inside = tile * TILE + row < blocks
+    first = (chunk - first_chunk) * blocks + tile * TILE
+    values = _load_rows(
+        x, first, row, inside & (first + row < total_blocks), blocks_per_row,
+        row_width, RAGGED, SIZE, WIDTH,
+    )  # fmt: skip
+    # Before the rotation, whose barriers would hold these loads up.
+    start = chunk.to(tl.int64) * blocks + tile * TILE
+    kept = _load_owed(
+        owed + start * SIZE, owed_scales + start, row, inside, KIND, SIZE, WIDTH
+    )
+    if ROTATE:
+        values = _rotate(values, entries, SIZE // WIDTH, WIDTH)
+    else:
+        values = _to_float(values)
+    values = _add_owed(values, kept, KIND)
+    body, tail = _sections(
+        payloads, chunk, payload_units, tile, blocks, BITS, SIZE, ALIGN, TILE
+    )
+    _encode(
+        values, _block_scales(values, SCALE_FACTOR), body, tail,
+        new_owed + start * SIZE, new_scales + start, row, inside, KIND, BITS, SIZE,
+        WIDTH,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -175,37 +219,75 @@ def return_kernel(
     message = chunk // chunks
     row_width = row_units * ROW_ALIGN
     size = _message_size(total_blocks, blocks_per_row, row_width, RAGGED, SIZE)
-    offset = message.to(tl.int64) * size
+    stream += message.to(tl.int64) * size
+    out += message.to(tl.int64) * size
     entries = _load_matrix(matrix, ROTATE, WIDTH)
-    row = tl.arange(0, TILE)
-    tiles = tl.cdiv(blocks, TILE)
-    for tile in tl.range(
-        tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES
-    ):
-        inside = tile * TILE + row < blocks
-        body, tail = _sections(
-            payloads, chunk, payload_units, tile, blocks, BITS, SIZE, ALIGN, TILE
-        )
-        levels, scale = _read(body, tail, row, inside, BITS, SIZE, WIDTH)
-        first = (chunk - message * chunks) * blocks + tile * TILE
-        inside = inside & (first + row < total_blocks)
-        kept = ()
-        if ADD:
-            kept = _load_rows(
-                stream + offset, first, row, inside, blocks_per_row, row_width, RAGGED,
-                SIZE, WIDTH,
-            )  # fmt: skip
-        if ROTATE:
-            levels = _rotate(_to_bfloat16(levels), entries, SIZE // WIDTH, WIDTH)
-            scale = scale * UNROTATE_SCALE
-        if ADD:
-            values = _add_scaled(_to_float(kept), levels, scale)
-        else:
-            values = _scale_parts(levels, scale)
-        _store_rows(
-            values, out + offset, first, row, inside, blocks_per_row, row_width, RAGGED,
-            SIZE, WIDTH,
+    first_chunk = message * chunks
+    if STAGES == 1:
+        _return_tile(
+            tl.program_id(0), payloads, stream, entries, total_blocks, blocks_per_row,
+            row_width, chunk, first_chunk, blocks, payload_units, out, ADD, RAGGED,
+            ROTATE, UNROTATE_SCALE, BITS, SIZE, WIDTH, ALIGN, TILE,
         )  # fmt: skip
+    else:
+        tiles = tl.cdiv(blocks, TILE)
+        for tile in tl.range(
+            tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES
+        ):
+            _return_tile(
+                tile, payloads, stream, entries, total_blocks, blocks_per_row,
+                row_width, chunk, first_chunk, blocks, payload_units, out, ADD, RAGGED,
+                ROTATE, UNROTATE_SCALE, BITS, SIZE, WIDTH, ALIGN, TILE,
+            )  # fmt: skip
+
+
+@triton.jit
+def _return_tile(
+    tile,
+    payloads,
+    stream,
+    entries,
+    total_blocks,
+    blocks_per_row,
+    row_width,
+    chunk,
+    first_chunk,
+    blocks,
+    payload_units,
+    out,
+    ADD: tl.constexpr,
+    RAGGED: tl.constexpr,
+    ROTATE: tl.constexpr,
+    UNROTATE_SCALE: tl.constexpr,
+    BITS: tl.constexpr,
+    SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ALIGN: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    row = tl.arange(0, TILE)
+    inside = tile * TILE + row < blocks
+    body, tail = _sections(
+        payloads, chunk, payload_units, tile, blocks, BITS, SIZE, ALIGN, TILE
+    )
+    levels, scale = _read(body, tail, row, inside, BITS, SIZE, WIDTH)
+    first = (chunk - first_chunk) * blocks + tile * TILE
+    inside = inside & (first + row < total_blocks)
+    kept = ()
+    if ADD:
+        kept = _load_rows(
+            stream, first, row, inside, blocks_per_row, row_width, RAGGED, SIZE, WIDTH
+        )
+    if ROTATE:
+        levels = _rotate(_to_bfloat16(levels), entries, SIZE // WIDTH, WIDTH)
+        scale = scale * UNROTATE_SCALE
+    if ADD:
+        values = _add_scaled(_to_float(kept), levels, scale)
+    else:
+        values = _scale_parts(levels, scale)
+    _store_rows(
+        values, out, first, row, inside, blocks_per_row, row_width, RAGGED, SIZE, WIDTH
+    )
 
 
 @triton.jit
