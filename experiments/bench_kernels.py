@@ -10,8 +10,10 @@ one-byte residual.
     python experiments/bench_kernels.py --others   # also bitsandbytes, torchao, PyTorch
     python experiments/bench_kernels.py --tiny     # seconds on a CPU, for CI
 
-A time is that of one iteration of a loop inside one compiled program, launches
-included; the median of several runs, with the distance of the quartiles as spread.
+On a GPU a time is what the device was busy for, by its own clock through JAX's
+profiler: all kernels of a call, without the gaps between launches. On a CPU it is the
+time of the call. The median of several calls, with the distance of the quartiles as
+spread.
 """
 
 import dataclasses
@@ -20,13 +22,13 @@ import itertools
 import pathlib
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
 import tyro
-from jax import lax
 
 import echo_jax as echo
 from echo_jax.kernels import Codec, get_codec
@@ -35,7 +37,6 @@ from echo_jax.wire import compact, packing
 
 RESULTS = pathlib.Path(__file__).parent / "results" / "bench_kernels.jsonl"
 WIDTH = 4096  # values of a row
-_UNROLL = 8  # iterations of a loop without a branch between them
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,8 +75,7 @@ class Settings:
     """What is measured."""
 
     backends: tuple[str, ...] = ()  # all that can run here, unless given
-    repeats: int = 9  # runs of each loop
-    loop_ms: float = 20.0  # about how long a loop lasts
+    repeats: int = 20  # timed calls
     others: bool = False  # also time PyTorch's libraries, where they are installed
     seed: int = 0
     out: pathlib.Path = RESULTS
@@ -83,19 +83,23 @@ class Settings:
 
 
 def points(backends: tuple[str, ...], *, tiny: bool) -> Iterator[Point]:
-    """One setting varied at a time, each with the rotation off and on."""
-    sizes = (
-        [1 << 20] if tiny else [1 << power for power in (16, 18, 20, 22, 24, 27, 30)]
-    )
+    """One setting varied at a time, each with the rotation off and on.
+
+    The fastest backend in full, the others for three sizes.
+    """
     for backend, rotate in itertools.product(backends, (False, True)):
         point = functools.partial(Point, backend=backend, rotate=rotate)
-        varied = [point(message_bytes=size) for size in reversed(sizes)]
-        if backend == backends[0] and not tiny:
-            varied += [point(ranks=ranks) for ranks in (2, 4, 16)]
-            varied += [point(block_size=size) for size in (32, 128)]
-            varied += [point(bits=bits) for bits in (2, 8)]
-            varied += [point(residual_dtype=kind) for kind in ("bfloat16", "float32")]
-        yield from varied
+        if tiny:
+            yield point(message_bytes=1 << 20)
+            continue
+        full = backend == "triton"
+        powers = (30, 27, 24, 22, 20, 18, 16) if full else (30, 24, 20)
+        yield from (point(message_bytes=1 << power) for power in powers)
+        if full:
+            yield from (point(ranks=ranks) for ranks in (2, 4, 16))
+            yield from (point(block_size=size) for size in (32, 128))
+            yield from (point(bits=bits) for bits in (2, 8))
+            yield from (point(residual_dtype=kind) for kind in ("bfloat16", "float32"))
 
 
 def arrays(point: Point, key: jax.Array):
@@ -107,26 +111,22 @@ def arrays(point: Point, key: jax.Array):
     return values, _owed(kept, point), _owed(kept[1:], point)
 
 
-def stage_loops(point: Point) -> dict[str, Callable]:
-    """For each stage one iteration, from arrays to arrays of the same shapes.
-
-    Each depends on the iteration before, so that none can be moved out of the loop.
-    """
-    codec, fmt, shape = point.codec, point.fmt, point.shape
-    back = functools.partial(codec.return_, shape=shape, dtype=jnp.bfloat16, fmt=fmt)
+def stage_calls(point: Point) -> dict[str, Callable]:
+    """For each stage a call from arrays to arrays of the same shapes."""
+    codec, fmt = point.codec, point.fmt
+    back = functools.partial(
+        codec.return_, shape=point.shape, dtype=jnp.bfloat16, fmt=fmt
+    )
 
     def send(x, payloads, sums, w, v, rows):
-        x, payloads = lax.optimization_barrier((x, payloads))
         payloads, w = codec.send(x, w, fmt=fmt, chunks=point.ranks)
         return x, payloads, sums, w, v, rows
 
     def reduce(x, payloads, sums, w, v, rows):
-        payloads, sums = lax.optimization_barrier((payloads, sums))
         sums, v = codec.reduce(payloads, v, fmt=fmt)
         return x, payloads, sums, w, v, rows
 
     def return_(x, payloads, sums, w, v, rows):
-        payloads, rows = lax.optimization_barrier((payloads, rows))
         return x, payloads, sums, w, v, back(payloads)
 
     def return_add(x, payloads, sums, w, v, rows):
@@ -161,40 +161,57 @@ def moved_bytes(point: Point, stage: str) -> int:
     return round(a_value[stage] * values)
 
 
-def time_loop(
-    step: Callable, state, moved: int, settings: Settings
-) -> tuple[float, float]:
-    """Milliseconds of one iteration: the median, and the distance of the quartiles."""
-    # Long enough for the host's part to vanish; of a fixed length, or the host would
-    # look at the loop's condition in each iteration.
-    expected_ms = moved / 3e9 + 0.01
-    count = _UNROLL * max(1, round(settings.loop_ms / expected_ms / _UNROLL))
-
-    @functools.partial(jax.jit, donate_argnums=0)
-    def loop(state):
-        return lax.fori_loop(
-            0, count, lambda _, state: tuple(step(*state)), state, unroll=_UNROLL
-        )
-
-    state = jax.block_until_ready(loop(state))
-    times = []
-    for _ in range(settings.repeats):
-        start = time.perf_counter()
-        state = jax.block_until_ready(loop(state))
-        times.append((time.perf_counter() - start) * 1e3 / count)
+def time_call(call: Callable, state, repeats: int) -> tuple[float, float, int]:
+    """Milliseconds of a call, median and distance of the quartiles; and its kernels."""
+    jitted = jax.jit(lambda state: call(*state), donate_argnums=0)
+    for _ in range(3):  # compiled, warm
+        state = jax.block_until_ready(jitted(state))
+    if jax.default_backend() == "gpu":
+        times, kernels = _device_times(jitted, state, repeats)
+    else:
+        times, kernels = _host_times(jitted, state, repeats), 0
     low, _, high = statistics.quantiles(times, n=4)
-    return statistics.median(times), high - low
+    return statistics.median(times), high - low, kernels
 
 
-def time_copy(message_bytes: int, key: jax.Array, settings: Settings):
-    """A pass that reads and writes as many bytes as the message has."""
+def _device_times(jitted, state, repeats: int) -> tuple[list[float], int]:
+    """What the device was busy for in each of several calls, by its profile."""
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            for _ in range(repeats):
+                state = jitted(state)
+            jax.block_until_ready(state)
+        (path,) = pathlib.Path(folder).rglob("*.xplane.pb")
+        profile = jax.profiler.ProfileData.from_file(str(path))
+        events = [
+            (event.start_ns, event.duration_ns)
+            for plane in profile.planes
+            if plane.name.startswith("/device:GPU")
+            for line in plane.lines
+            if line.name.startswith("Stream")
+            for event in line.events
+        ]
+    kernels, rest = divmod(len(events), repeats)
+    assert kernels > 0, "the profile has no kernels"
+    assert rest == 0, f"{len(events)} kernels in {repeats} calls"
+    busy = [duration / 1e6 for _, duration in sorted(events)]
+    starts = range(0, len(busy), kernels)
+    return [sum(busy[start : start + kernels]) for start in starts], kernels
+
+
+def _host_times(jitted, state, repeats: int) -> list[float]:
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        state = jax.block_until_ready(jitted(state))
+        times.append((time.perf_counter() - start) * 1e3)
+    return times
+
+
+def time_copy(message_bytes: int, key: jax.Array, repeats: int):
+    """A pass that reads as many bytes as the message has and writes as many."""
     x = jax.random.bits(key, (message_bytes // 4,), jnp.uint32)
-
-    def copy(x, y):
-        x, y = lax.optimization_barrier((x, y))
-        return x, ~x
-
-    return time_loop(copy, (x, jnp.zeros_like(x)), 2 * message_bytes, settings)
+    return time_call(lambda x, y: (x, ~x), (x, jnp.zeros_like(x)), repeats)
 
 
 def differing_codes(point: Point, key: jax.Array) -> float:
@@ -242,21 +259,33 @@ def measure(point: Point, settings: Settings, write: Callable) -> None:
     payloads = jnp.zeros((point.ranks, payload_bytes), jnp.uint8)
     state = (x, payloads, payloads[0], w, v, jnp.zeros_like(x))
     del x, w, v, payloads
-    # One stage after the other on the same memory, as a call would use it.
-    for stage, step in stage_loops(point).items():
+    for stage, call in stage_calls(point).items():
         copied = jax.tree.map(jnp.copy, state)
+        value, spread, kernels = time_call(call, copied, settings.repeats)
         moved = moved_bytes(point, stage)
-        value, spread = time_loop(step, copied, moved, settings)
-        details = {**config, "stage": stage, "moved_bytes": moved}
+        details = {**config, "stage": stage, "moved_bytes": moved, "kernels": kernels}
         write("codec_ms", value, "ms", details, spread=spread, baseline="copy")
         rate = moved / value / 1e9
-        print(f"{point}\n    {stage:10} {value:8.4f} ms  {rate:6.3f} TB/s", flush=True)
+        print(
+            f"{_label(point)} {stage:10} {value:8.4f} ms  {rate:6.3f} TB/s "
+            f"({kernels} kernels)",
+            flush=True,
+        )
+
+
+def _label(point: Point) -> str:
+    turned = "rotated" if point.rotate else "plain"
+    return (
+        f"{point.backend:6} {point.message_bytes >> 10:>8} KiB, {point.ranks:2} ranks, "
+        f"{point.bits} bits, block {point.block_size:3}, {turned:7}, "
+        f"{point.residual_dtype:8}"
+    )
 
 
 def main() -> None:
     settings = tyro.cli(Settings, description=__doc__)
     if settings.tiny:
-        settings = dataclasses.replace(settings, repeats=2, loop_ms=0.1)
+        settings = dataclasses.replace(settings, repeats=2)
     backends = settings.backends or _backends()
     writer = RecordWriter(settings.out)
 
@@ -276,7 +305,7 @@ def main() -> None:
     key = jax.random.key(settings.seed)
     chosen = list(points(backends, tiny=settings.tiny))
     for size in sorted({point.message_bytes for point in chosen}):
-        value, spread = time_copy(size, key, settings)
+        value, spread, _ = time_copy(size, key, settings.repeats)
         config = {"message_bytes": size, "moved_bytes": 2 * size}
         write("copy_ms", value, "ms", config, spread=spread)
     for point in chosen:
