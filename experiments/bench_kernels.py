@@ -130,7 +130,7 @@ def stage_calls(point: Point) -> dict[str, Callable]:
         return x, payloads, sums, w, v, back(payloads)
 
     def return_add(x, payloads, sums, w, v, rows):
-        return x, payloads, sums, w, v, back(payloads, stream=rows)
+        return x, payloads, sums, w, v, back(payloads, stream=x)
 
     def total(*state):
         # Every rank's chunk of the sum would travel; the payloads have their size.

@@ -125,7 +125,7 @@ def _reduce_kernel(payloads_ref, *refs, fmt: WireFormat, blocks: int, ranks: int
     message = pl.program_id(0)
     total = None
     for rank in range(ranks):
-        levels, scales = _read(payloads_ref, (message, rank), fmt, blocks)
+        levels, scales = _read(payloads_ref, (message, jnp.int32(rank)), fmt, blocks)
         one = levels * scales[:, None]
         total = one if total is None else total + one
     _encode(total, refs, fmt, blocks)
@@ -171,8 +171,10 @@ def _scales(values, fmt: WireFormat):
     # Maxima on a GPU drop NaN.
     magnitude = jnp.where(jnp.isnan(values), jnp.inf, jnp.abs(values))
     peak = jnp.max(magnitude, axis=1)
-    scales = (peak * quantizer.scale_factor(fmt)).astype(jnp.bfloat16)
-    scales = scales.astype(jnp.float32)
+    bits = peak * quantizer.scale_factor(fmt)
+    bits = jax.lax.bitcast_convert_type(bits, jnp.uint32)
+    bits = bits + 0x7FFF + ((bits >> 16) & 1)  # to the nearest bfloat16, ties to even
+    scales = jax.lax.bitcast_convert_type(bits & np.uint32(0xFFFF0000), jnp.float32)
     scales = jnp.where(scales < quantizer.MIN_SCALE, 0.0, scales)
     scales = jnp.where(peak < jnp.inf, scales, jnp.nan)
     return scales, quantizer.inverse_scales(scales)
@@ -207,10 +209,11 @@ def _write(payload_ref, level, scales, fmt: WireFormat, blocks: int) -> None:
     first = pl.program_id(1) * tile
     body = pl.ds(first * fmt.code_bytes, tile * fmt.code_bytes)
     payload_ref[entry, body] = codes.astype(jnp.uint8).reshape(-1)
-    bits = jax.lax.bitcast_convert_type(scales.astype(jnp.bfloat16), jnp.uint16)
-    # Byte by byte: bytes stacked in registers came out wrong from Triton.
+    bits = jax.lax.bitcast_convert_type(scales, jnp.uint32)
+    # Byte by byte, and not by way of bfloat16: whose low byte came out wrong on a GPU.
     for byte, at in enumerate(_scale_bytes(first, tile, fmt, blocks)):
-        payload_ref[entry, at] = ((bits >> (8 * byte)) & 0xFF).astype(jnp.uint8)
+        wanted = (bits >> (16 + 8 * byte)) & 0xFF
+        payload_ref[entry, at] = wanted.astype(jnp.int32).astype(jnp.uint8)
 
 
 def _read(payloads_ref, index, fmt: WireFormat, blocks: int):
@@ -227,8 +230,8 @@ def _read(payloads_ref, index, fmt: WireFormat, blocks: int):
     low, high = (
         payloads_ref[(*index, at)] for at in _scale_bytes(first, tile, fmt, blocks)
     )
-    bits = low.astype(jnp.uint16) | (high.astype(jnp.uint16) << 8)
-    scales = jax.lax.bitcast_convert_type(bits, jnp.bfloat16).astype(jnp.float32)
+    bits = (low.astype(jnp.uint32) << 16) | (high.astype(jnp.uint32) << 24)
+    scales = jax.lax.bitcast_convert_type(bits, jnp.float32)
     return quantizer.levels(packed, fmt), scales * 0.5
 
 
