@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from echo_jax.wire.format import WireFormat
 
 Backend = Literal["auto", "xla", "triton", "pallas"]
-ResidualDtype = Literal["float32", "bfloat16", "int8"]
+ResidualDtype = Literal["float32", "bfloat16", "int8", "int4"]
 
 # Under a quarter of a MiB the launches and the two exchanges cost more than the bytes
 # they save; decode steps of a few tokens are far below it.
@@ -34,8 +34,8 @@ class EchoConfig:
     # A call whose x is smaller is an exact psum that also pays the residual. By static
     # size only; 0 never takes the exact path. In bytes of the rank's x.
     min_bytes: int = DEFAULT_MIN_BYTES
-    # How the residual is kept between calls; "int8" is a byte a value and a scale a
-    # block, in a float container, so that it can be its own cotangent.
+    # How the residual is kept between calls; "int8" and "int4" are a byte and half a
+    # byte a value and a scale a block, in a float container (see wire/compact.py).
     residual_dtype: ResidualDtype = "bfloat16"
     num_chunks: int = 1  # pieces a message is cut into, to overlap codec and transport
     backend: Backend = "auto"  # who runs the codec

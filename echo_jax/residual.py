@@ -13,7 +13,7 @@ from echo_jax.config import EchoConfig
 from echo_jax.typing import AnyFloat, AxisName, FloatLike, Shape
 from echo_jax.wire import blocks as blocking
 from echo_jax.wire import compact
-from echo_jax.wire.compact import Compact
+from echo_jax.wire.compact import Compact, Nibbles
 
 Verb = Literal["psum", "psum_scatter", "all_gather"]
 
@@ -223,7 +223,9 @@ def norms(residual: Residual) -> dict[str, jax.Array]:
 
 def dtype_name(part: AnyFloat | Compact) -> str:
     """The ``residual_dtype`` that one part of a residual was made with."""
-    return "int8" if isinstance(part, Compact) else part.dtype.name
+    if isinstance(part, Compact):
+        return "int4" if isinstance(part, Nibbles) else "int8"
+    return part.dtype.name
 
 
 def _rms(part: AnyFloat | Compact) -> jax.Array:
@@ -231,8 +233,9 @@ def _rms(part: AnyFloat | Compact) -> jax.Array:
 
 
 def _zeros(shape: Shape, config: EchoConfig) -> AnyFloat | Compact:
-    if config.residual_dtype == "int8":
-        return compact.zeros(shape)
+    kind = {"int8": Compact, "int4": Nibbles}.get(config.residual_dtype)
+    if kind is not None:
+        return compact.zeros(shape, kind)
     return jnp.zeros(shape, config.residual_dtype)
 
 

@@ -34,6 +34,7 @@ import echo_jax as echo
 from echo_jax.kernels import Codec, get_codec
 from echo_jax.records import Record, RecordWriter
 from echo_jax.wire import compact, packing
+from echo_jax.wire.compact import Compact, Nibbles
 
 RESULTS = pathlib.Path(__file__).parent / "results" / "bench_kernels.jsonl"
 WIDTH = 4096  # values of a row
@@ -99,7 +100,9 @@ def points(backends: tuple[str, ...], *, tiny: bool) -> Iterator[Point]:
             yield from (point(ranks=ranks) for ranks in (2, 4, 16))
             yield from (point(block_size=size) for size in (32, 128))
             yield from (point(bits=bits) for bits in (2, 8))
-            yield from (point(residual_dtype=kind) for kind in ("bfloat16", "float32"))
+            yield from (
+                point(residual_dtype=kind) for kind in ("int4", "bfloat16", "float32")
+            )
 
 
 def arrays(point: Point, key: jax.Array):
@@ -148,7 +151,8 @@ def stage_calls(point: Point) -> dict[str, Callable]:
 def moved_bytes(point: Point, stage: str) -> int:
     """The fewest bytes that a stage reads and writes."""
     values = point.message_bytes // 2
-    unit = {"float32": 4, "bfloat16": 2, "int8": 1 + 2 / point.block_size}
+    scale = 2 / point.block_size
+    unit = {"float32": 4, "bfloat16": 2, "int8": 1 + scale, "int4": 0.5 + scale}
     kept = 2 * unit[point.residual_dtype]
     wire = point.fmt.bits_per_value / 8
     a_value = {
@@ -259,7 +263,12 @@ def measure(point: Point, settings: Settings, write: Callable) -> None:
     payloads = jnp.zeros((point.ranks, payload_bytes), jnp.uint8)
     state = (x, payloads, payloads[0], w, v, jnp.zeros_like(x))
     del x, w, v, payloads
-    for stage, call in stage_calls(point).items():
+    calls = stage_calls(point)
+    if point != Point(
+        backend=point.backend, message_bytes=point.message_bytes, rotate=point.rotate
+    ):
+        del calls["return_add"]  # only the size of the message matters to it
+    for stage, call in calls.items():
         copied = jax.tree.map(jnp.copy, state)
         value, spread, kernels = time_call(call, copied, settings.repeats)
         moved = moved_bytes(point, stage)
@@ -318,8 +327,9 @@ def main() -> None:
 
 def _owed(shape, point: Point):
     """A residual of zeros of the wanted kind."""
-    if point.residual_dtype == "int8":
-        return compact.zeros(shape)
+    kind = {"int8": Compact, "int4": Nibbles}.get(point.residual_dtype)
+    if kind is not None:
+        return compact.zeros(shape, kind)
     return jnp.zeros(shape, point.residual_dtype)
 
 

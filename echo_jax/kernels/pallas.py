@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 
 from echo_jax.wire import blocks as blocking
 from echo_jax.wire import compact, quantizer
-from echo_jax.wire.compact import Compact
+from echo_jax.wire.compact import Compact, Nibbles
 from echo_jax.wire.format import SCALE_BYTES, WireFormat
 
 _TILE = 32  # blocks of a program: 2048 values at the recommended block size
@@ -147,8 +147,12 @@ def _encode(values, refs, fmt: WireFormat, blocks: int) -> None:
     owed = refs[: len(refs) // 2]  # none, the values, or codes and scales
     payload_ref, *left = refs[len(owed) :]
     if len(owed) == 2:
-        unit = owed[1][...].astype(jnp.float32) * np.float32(1.0 / compact.STEPS)
-        values = values + owed[0][...].astype(jnp.float32) * unit[:, None]
+        kind = Compact if owed[0].shape[-1] == fmt.block_size else Nibbles
+        kept, count = owed[0][...], compact.steps_of(kind)
+        if kind is Nibbles:
+            kept = _unpack(kept.astype(jnp.int32), 4) - compact.NIBBLE_OFFSET
+        unit = owed[1][...].astype(jnp.float32) * np.float32(1.0 / count)
+        values = values + kept.astype(jnp.float32) * unit[:, None]
     elif owed:
         values = values + owed[0][...].astype(jnp.float32)
     scales, inverse = _scales(values, fmt)
@@ -157,8 +161,11 @@ def _encode(values, refs, fmt: WireFormat, blocks: int) -> None:
     _write(payload_ref, level, scales, fmt, blocks)
     if len(left) == 2:
         steps = jnp.where(inverse[:, None] > 0.0, position - level, 0.5)
-        steps = jnp.floor(steps * compact.STEPS_IN) - compact.STEPS // 2
-        left[0][...] = steps.astype(jnp.int32).astype(jnp.int8)
+        steps = jnp.floor(steps * compact.steps_in(kind)) - count // 2
+        steps = steps.astype(jnp.int32)
+        if kind is Nibbles:
+            steps = _pack(steps + compact.NIBBLE_OFFSET, 4)
+        left[0][...] = steps.astype(jnp.int8)
         left[1][...] = jnp.where(inverse > 0.0, scales, 0.0).astype(jnp.bfloat16)
     elif left:
         error = values - (level + 0.5) * scales[:, None]
@@ -199,13 +206,7 @@ def _write(payload_ref, level, scales, fmt: WireFormat, blocks: int) -> None:
     """Packs codes and scales of a tile into its two sections of the payload."""
     entry, tile = pl.program_id(0), level.shape[0]
     codes = level.astype(jnp.int32) + fmt.half_levels
-    slots = 8 // fmt.bits
-    if slots > 1:
-        parts = jnp.swapaxes(codes.reshape(tile, slots, -1), 1, 2)
-        packed, *rest = _unstack(parts)
-        for slot, part in enumerate(rest, start=1):
-            packed = packed | (part << (slot * fmt.bits))
-        codes = packed
+    codes = _pack(codes, fmt.bits)
     first = pl.program_id(1) * tile
     body = pl.ds(first * fmt.code_bytes, tile * fmt.code_bytes)
     payload_ref[entry, body] = codes.astype(jnp.uint8).reshape(-1)
@@ -222,17 +223,35 @@ def _read(payloads_ref, index, fmt: WireFormat, blocks: int):
     first = pl.program_id(1) * tile
     body = pl.ds(first * fmt.code_bytes, tile * fmt.code_bytes)
     packed = payloads_ref[(*index, body)].reshape(tile, fmt.code_bytes)
-    slots = 8 // fmt.bits
-    if slots > 1:
-        mask = np.uint8((1 << fmt.bits) - 1)
-        parts = [(packed >> np.uint8(slot * fmt.bits)) & mask for slot in range(slots)]
-        packed = jnp.swapaxes(_stack(parts), 1, 2).reshape(tile, fmt.block_size)
+    codes = _unpack(packed.astype(jnp.int32), fmt.bits)
     low, high = (
         payloads_ref[(*index, at)] for at in _scale_bytes(first, tile, fmt, blocks)
     )
     bits = (low.astype(jnp.uint32) << 16) | (high.astype(jnp.uint32) << 24)
     scales = jax.lax.bitcast_convert_type(bits, jnp.float32)
-    return quantizer.levels(packed, fmt), scales * 0.5
+    return quantizer.levels(codes, fmt), scales * 0.5
+
+
+def _pack(codes, bits: int):
+    """Puts the parts of a block that share bytes together."""
+    slots = 8 // bits
+    if slots == 1:
+        return codes
+    parts = jnp.swapaxes(codes.reshape(codes.shape[0], slots, -1), 1, 2)
+    packed, *rest = _unstack(parts)
+    for slot, part in enumerate(rest, start=1):
+        packed = packed | (part << (slot * bits))
+    return packed
+
+
+def _unpack(packed, bits: int):
+    """The inverse of :func:`_pack`."""
+    slots = 8 // bits
+    if slots == 1:
+        return packed
+    mask = (1 << bits) - 1
+    parts = [(packed >> (slot * bits)) & mask for slot in range(slots)]
+    return jnp.swapaxes(_stack(parts), 1, 2).reshape(packed.shape[0], -1)
 
 
 def _scale_bytes(first, tile: int, fmt: WireFormat, blocks: int) -> list:

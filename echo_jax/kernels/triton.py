@@ -16,7 +16,7 @@ import jax_triton
 from echo_jax.kernels import triton_kernels
 from echo_jax.wire import blocks as blocking
 from echo_jax.wire import compact, quantizer
-from echo_jax.wire.compact import Compact
+from echo_jax.wire.compact import Compact, Nibbles
 from echo_jax.wire.format import WireFormat
 from echo_jax.wire.rotation import hadamard
 
@@ -34,6 +34,7 @@ class _Tuning:
 # and many of them hide the latency best. With it, the tensor cores and their barriers
 # come in between, and programs that stay and fetch ahead do.
 _SEND = _Tuning(tile_values=1024, num_warps=2)
+_SEND_NIBBLES = _Tuning(tile_values=2048, num_warps=2)  # 16 bytes of them a thread
 _REDUCE = _Tuning(tile_values=1024, num_warps=1)
 _RETURN = _Tuning(tile_values=1024, num_warps=1)
 _ROTATING = _Tuning(tile_values=2048, num_warps=2, stages=3)
@@ -53,7 +54,8 @@ def send(x, residual, *, fmt: WireFormat, chunks: int):
     batch, *shape = x.shape
     blocks = blocking.blocks_per_chunk(tuple(shape), fmt.block_size, chunks)
     payload_bytes = blocks * fmt.block_bytes
-    tuning = _ROTATING if fmt.rotate else _SEND
+    tuning = _SEND_NIBBLES if _kind(residual) == "nibbles" else _SEND
+    tuning = _ROTATING if fmt.rotate else tuning
     row_scalars, row_constants = _rows(shape, fmt)
     payloads, *owed = _launch(
         triton_kernels.send_kernel,
@@ -155,8 +157,8 @@ def _launch(
 
 
 def _part_width(fmt: WireFormat) -> int:
-    """Values of a block that form one part: no more than its packed bytes."""
-    return min(_PART_WIDTH, fmt.code_bytes)
+    """Values of a block that form one part: no more than packed bytes share."""
+    return min(_PART_WIDTH, fmt.code_bytes, fmt.block_size // 2)
 
 
 def _matrix(fmt: WireFormat, exponent: int) -> jax.Array:
@@ -182,7 +184,9 @@ def _alignment(count: int) -> int:
 def _kind(residual) -> str:
     if residual is None:
         return "none"
-    return "compact" if isinstance(residual, Compact) else "float"
+    if isinstance(residual, Compact):
+        return "nibbles" if isinstance(residual, Nibbles) else "bytes"
+    return "float"
 
 
 def _residual_inputs(residual, unused):
@@ -204,14 +208,14 @@ def _residual_outputs(residual):
 
 def _aliases(residual) -> dict[int, int]:
     """The new residual takes the place of the old; inputs and outputs by position."""
-    return {"none": {}, "float": {1: 1}, "compact": {1: 1, 2: 2}}[_kind(residual)]
+    return {index: index for index in range(1, 1 + len(jax.tree.leaves(residual)))}
 
 
 def _residual_result(residual, outputs):
     if residual is None:
         return None
     if isinstance(residual, Compact):
-        return Compact(compact.from_bytes(outputs[0]), outputs[1])
+        return type(residual)(compact.from_bytes(outputs[0]), outputs[1])
     return outputs[0]
 
 

@@ -23,8 +23,6 @@ from triton.language.extra.cuda import libdevice
 
 _SMALLEST_SCALE = tl.constexpr(2.0**-120)
 _LARGEST_FLOAT = tl.constexpr(3.4028234663852886e38)
-# Of the compact residual: see wire/compact.py.
-_STEPS_IN = tl.constexpr(255.0 - 2.0**-6)
 # The interpreter knows no libdevice.
 _INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 # The tensor cores take matrices of 16 columns and more.
@@ -46,7 +44,7 @@ def send_kernel(
     payloads,
     new_owed,
     new_scales,
-    KIND: tl.constexpr,  # of the residual: "none", "float" or "compact"
+    KIND: tl.constexpr,  # of the residual: "none", "float", "bytes" or "nibbles"
     RAGGED: tl.constexpr,  # whether the last block of a row is not full
     ROW_ALIGN: tl.constexpr,
     ROTATE: tl.constexpr,
@@ -122,8 +120,9 @@ def _send_tile(
     )  # fmt: skip
     # Before the rotation, whose barriers would hold these loads up.
     start = chunk.to(tl.int64) * blocks + tile * TILE
+    stride: tl.constexpr = SIZE // 2 if KIND == "nibbles" else SIZE
     kept = _load_owed(
-        owed + start * SIZE, owed_scales + start, row, inside, KIND, SIZE, WIDTH
+        owed + start * stride, owed_scales + start, row, inside, KIND, SIZE, WIDTH
     )
     if ROTATE:
         values = _rotate(values, entries, SIZE // WIDTH, WIDTH)
@@ -135,7 +134,7 @@ def _send_tile(
     )
     _encode(
         values, _block_scales(values, SCALE_FACTOR), body, tail,
-        new_owed + start * SIZE, new_scales + start, row, inside, KIND, BITS, SIZE,
+        new_owed + start * stride, new_scales + start, row, inside, KIND, BITS, SIZE,
         WIDTH,
     )  # fmt: skip
 
@@ -164,8 +163,9 @@ def reduce_kernel(
     row = tl.arange(0, TILE)
     inside = tile * TILE + row < blocks
     start = message.to(tl.int64) * blocks + tile * TILE
+    stride: tl.constexpr = SIZE // 2 if KIND == "nibbles" else SIZE
     kept = _load_owed(
-        owed + start * SIZE, owed_scales + start, row, inside, KIND, SIZE, WIDTH
+        owed + start * stride, owed_scales + start, row, inside, KIND, SIZE, WIDTH
     )
     body, tail = _sections(
         payloads, message * RANKS, payload_units, tile, blocks, BITS, SIZE, ALIGN, TILE
@@ -185,7 +185,7 @@ def reduce_kernel(
     )
     _encode(
         values, _block_scales(values, SCALE_FACTOR), body, tail,
-        new_owed + start * SIZE, new_scales + start, row, inside, KIND, BITS, SIZE,
+        new_owed + start * stride, new_scales + start, row, inside, KIND, BITS, SIZE,
         WIDTH,
     )  # fmt: skip
 
@@ -518,24 +518,32 @@ def _load_owed(
     SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """The residual of the call before: its parts, and the unit of each block."""
+    """The residual of the call before, as it is kept, and the scale of each block."""
     parts = ()
-    unit = 0.0
-    if KIND != "none":
+    scale = 0.0
+    if KIND == "nibbles":
+        parts = _load_codes(owed, row, inside, 4, SIZE, WIDTH)
+    elif KIND != "none":
         for part in tl.static_range(SIZE // WIDTH):
             offsets = row[:, None] * SIZE + part * WIDTH + tl.arange(0, WIDTH)[None, :]
             parts += (tl.load(owed + offsets, mask=inside[:, None], other=0),)
-    if KIND == "compact":
-        unit = tl.load(scales + row, mask=inside, other=0.0).to(tl.float32)
-        unit = unit * (1.0 / 255)
-    return parts, unit
+    if KIND == "bytes" or KIND == "nibbles":
+        scale = tl.load(scales + row, mask=inside, other=0.0).to(tl.float32)
+    return parts, scale
 
 
 @triton.jit
 def _add_owed(values, kept, KIND: tl.constexpr):
-    parts, unit = kept
-    if KIND == "compact":
-        values = _add_scaled(values, _to_float(parts), unit)
+    parts, scale = kept
+    if KIND == "bytes":
+        values = _add_scaled(values, _to_float(parts), scale * (1.0 / 255))
+    elif KIND == "nibbles":
+        # A level is 2 (n + 8) - 15 for the kept integer n.
+        levels = _levels(parts, 4)
+        doubled = ()
+        for part in tl.static_range(len(levels)):
+            doubled += (levels[part] - 1.0,)
+        values = _add_scaled(values, doubled, scale * (0.5 / 15))
     elif KIND == "float":
         values = _add_parts(values, _to_float(parts))
     return values
@@ -581,25 +589,29 @@ def _encode(
     usable = scale > 0.0
     inverse = tl.where(usable, tl.div_rn(1.0, tl.where(usable, scale, 1.0)), 0.0)
     codes = ()
+    steps = ()
     for part in tl.static_range(len(values)):
         # No clipping: a value is at most (h - 1/2) (1 + 2**-8) scales, under h.
         position = values[part] * inverse[:, None]
         shifted = _fma_down(position, 1.0, shift)
         codes += (shifted.to(tl.int32, bitcast=True) & ((1 << BITS) - 1),)
-        if KIND != "none":
-            level = shifted - shift
-            offsets = row[:, None] * SIZE + part * WIDTH + tl.arange(0, WIDTH)[None, :]
-            if KIND == "compact":
-                left = _steps(position - level)
+        level = shifted - shift
+        if KIND == "nibbles":
+            steps += (_steps(position - level, 15, 8),)
+        elif KIND != "none":
+            if KIND == "bytes":
+                left = _steps(position - level, 255, 0)
             else:
                 left = tl.fma(-0.5 - level, scale[:, None], values[part])
                 left = tl.where((scale == scale)[:, None], left, 0.0)
-            tl.store(
-                owed + offsets, _cast(left, owed.dtype.element_ty), mask=inside[:, None]
-            )
+            offsets = row[:, None] * SIZE + part * WIDTH + tl.arange(0, WIDTH)[None, :]
+            left = _cast(left, owed.dtype.element_ty)
+            tl.store(owed + offsets, left, mask=inside[:, None])
+    if KIND == "nibbles":
+        _store_codes(steps, owed, row, inside, 4, SIZE, WIDTH)
     _store_codes(codes, body, row, inside, BITS, SIZE, WIDTH)
     tl.store(tail + row, scale.to(tl.bfloat16), mask=inside)
-    if KIND == "compact":
+    if KIND == "bytes" or KIND == "nibbles":
         kept = tl.where(usable, scale, 0.0).to(tl.bfloat16)
         tl.store(scales + row, kept, mask=inside)
 
@@ -615,10 +627,12 @@ def _fma_down(x, FACTOR: tl.constexpr, SHIFT: tl.constexpr):
 
 
 @triton.jit
-def _steps(position):
-    """Where in its step a value lies, in 255ths of the step off its middle."""
-    shifted = _fma_down(position, _STEPS_IN, 1.5 * 2**23 - 127)
-    return shifted.to(tl.int32, bitcast=True)
+def _steps(position, COUNT: tl.constexpr, OFFSET: tl.constexpr):
+    """Where in its step a value lies, off its middle, in low bits: wire/compact.py."""
+    factor: tl.constexpr = COUNT - 2.0**-6
+    shifted = _fma_down(position, factor, 1.5 * 2**23 - COUNT // 2 + OFFSET)
+    steps = shifted.to(tl.int32, bitcast=True)
+    return steps & 15 if COUNT == 15 else steps
 
 
 @triton.jit
@@ -649,19 +663,32 @@ def _read(
     body, tail, row, inside, BITS: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr
 ):
     """Levels ``2q + 1`` of each part, and half the scale of each block."""
+    levels = _levels(_load_codes(body, row, inside, BITS, SIZE, WIDTH), BITS)
+    return levels, tl.load(tail + row, mask=inside, other=0.0).to(tl.float32) * 0.5
+
+
+@triton.jit
+def _load_codes(
+    body, row, inside, BITS: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr
+):
+    """The packed bytes of each block, in parts."""
     code_bytes: tl.constexpr = SIZE * BITS // 8
-    parts_per_slot: tl.constexpr = code_bytes // WIDTH
     packed = ()
-    for part in tl.static_range(parts_per_slot):
-        offsets = (
-            row[:, None] * code_bytes + part * WIDTH + tl.arange(0, WIDTH)[None, :]
-        )
+    for part in tl.static_range(code_bytes // WIDTH):
+        offsets = row[:, None] * code_bytes + part * WIDTH
+        offsets += tl.arange(0, WIDTH)[None, :]
         packed += (tl.load(body + offsets, mask=inside[:, None], other=0),)
+    return packed
+
+
+@triton.jit
+def _levels(packed, BITS: tl.constexpr):
+    """The parts that share bytes, slot after slot."""
     levels = ()
     for slot in tl.static_range(8 // BITS):
-        for part in tl.static_range(parts_per_slot):
+        for part in tl.static_range(len(packed)):
             levels += (_level(packed[part], slot, BITS),)
-    return levels, tl.load(tail + row, mask=inside, other=0.0).to(tl.float32) * 0.5
+    return levels
 
 
 @triton.jit

@@ -76,7 +76,7 @@ def _encode_with_feedback(values: Blocks, residual, fmt: WireFormat):
     if residual is None:
         return payload, None
     if isinstance(residual, Compact):
-        return payload, compact.compress(values, codes, scales, fmt)
+        return payload, compact.compress(values, codes, scales, fmt, type(residual))
     decoded = quantizer.decode(codes, scales, fmt)
     error = quantizer.rounding_error(values, decoded, scales)
     return payload, error.astype(residual.dtype)

@@ -1,9 +1,9 @@
-"""The compact residual: one byte a value and one scale a block.
+"""The compact residuals: one byte or half a byte a value, and one scale a block.
 
 What one rounding left out of a block lies within half its scale ``s`` of zero, so the
-scale is the natural unit: a value ``e`` is kept as the integer ``round(255 e/s)``, of
-+-127 at most, with the scale itself, in bfloat16, beside its block. At most ``s/510``
-is lost.
+scale is the natural unit: with ``n`` 255 or 15, a value ``e`` is kept as the integer
+``round(n e/s)``, of +-127 or +-7 at most, with the scale itself, in bfloat16, beside
+its block. At most ``s/(2 n)`` is lost.
 
 A block that could not be sent at all keeps nothing: below the smallest scale, about
 1e-36, a value is dropped, where the other residuals would keep it.
@@ -20,19 +20,18 @@ from echo_jax.typing import Blocks, Codes, Scales
 from echo_jax.wire import quantizer
 from echo_jax.wire.format import WireFormat
 
-# A residual must be of a float dtype to be its own cotangent, so the signed bytes hide
-# in an 8-bit float. In this one every byte but 0x80 is a number, and -128 never occurs:
+# A residual must be of a float dtype to be its own cotangent, so the bytes hide in an
+# 8-bit float. In this one every byte but 0x80 is a number, and 0x80 never occurs:
 # whatever copies, selects or adds zero to the array as floats keeps the bytes.
 CONTAINER = jnp.float8_e4m3fnuz
-STEPS = 255  # steps of the residual in one scale; the largest integer is 127
-# A hair fewer going in: a position may have been rounded up to the next code's, 1.
-STEPS_IN = 255.0 - 2.0**-6
+# Added to the integers that share a byte: one to fifteen, so that no byte is 0x80.
+NIBBLE_OFFSET = 8
 
 
 class Compact(NamedTuple):
     """A residual in one byte a value; zeros owe nothing."""
 
-    codes: Float[Array, "*batch block"]  # signed bytes in the bits of CONTAINER
+    codes: Float[Array, "*batch block_bytes"]  # signed bytes in the bits of CONTAINER
     scales: BFloat16[Array, "*batch"]  # the scale of the block that left them
 
     @property
@@ -41,31 +40,67 @@ class Compact(NamedTuple):
         return self.codes.shape
 
 
-def zeros(shape: tuple[int, ...]) -> Compact:
+class Nibbles(Compact):
+    """A residual in half a byte a value: the halves of a block share its bytes."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the values that it stands for."""
+        return (*self.codes.shape[:-1], 2 * self.codes.shape[-1])
+
+
+def steps_of(kind: type[Compact]) -> int:
+    """Steps of the residual in one scale, an odd number."""
+    return 15 if issubclass(kind, Nibbles) else 255
+
+
+def steps_in(kind: type[Compact]) -> float:
+    """The same going in, a hair fewer: a position may have been rounded up to 1."""
+    return steps_of(kind) - 2.0**-6
+
+
+def zeros(shape: tuple[int, ...], kind: type[Compact] = Compact) -> Compact:
     """A compact residual that owes nothing."""
-    return Compact(jnp.zeros(shape, CONTAINER), jnp.zeros(shape[:-1], jnp.bfloat16))
+    size = shape[-1] // 2 if issubclass(kind, Nibbles) else shape[-1]
+    codes = jnp.zeros((*shape[:-1], size), CONTAINER)
+    return kind(codes, jnp.zeros(shape[:-1], jnp.bfloat16))
 
 
-def compress(values: Blocks, codes: Codes, scales: Scales, fmt: WireFormat) -> Compact:
+def compress(
+    values: Blocks,
+    codes: Codes,
+    scales: Scales,
+    fmt: WireFormat,
+    kind: type[Compact] = Compact,
+) -> Compact:
     """What ``codes`` left out of ``values``."""
     inverse = quantizer.inverse_scales(scales)
     usable = inverse > 0.0
-    # Of the position p within the step of its code, from 0 to 1, round(255 (p - 1/2))
-    # is floor(255 p) - 127: nothing to clip.
+    # Of the position p within the step of its code, from 0 to 1, round(n (p - 1/2)) is
+    # floor(n p) - floor(n/2): nothing to clip.
     position = values * inverse[..., None]
     position = position - (codes.astype(jnp.float32) - fmt.half_levels)
-    steps = jnp.where(usable[..., None], position, 0.5)
-    steps = jnp.floor(steps * STEPS_IN) - STEPS // 2
+    position = jnp.where(usable[..., None], position, 0.5)
+    steps = jnp.floor(position * steps_in(kind)) - steps_of(kind) // 2
+    steps = steps.astype(jnp.int32)
+    if issubclass(kind, Nibbles):
+        low, high = jnp.split(steps + NIBBLE_OFFSET, 2, axis=-1)
+        steps = low | (high << 4)
     kept = jnp.where(usable, scales, 0.0).astype(jnp.bfloat16)
-    return Compact(from_bytes(steps.astype(jnp.int32).astype(jnp.int8)), kept)
+    return kind(from_bytes(steps.astype(jnp.int8)), kept)
 
 
 def expand(residual: Float[Array, "*batch block"] | Compact) -> Blocks:
     """The values of a residual, compact or not, in float32."""
     if not isinstance(residual, Compact):
         return residual.astype(jnp.float32)
-    unit = residual.scales.astype(jnp.float32) * np.float32(1.0 / STEPS)
-    return to_bytes(residual.codes).astype(jnp.float32) * unit[..., None]
+    kind = type(residual)
+    steps = to_bytes(residual.codes).astype(jnp.int32)
+    if issubclass(kind, Nibbles):
+        halves = [steps & 0xF, (steps >> 4) & 0xF]
+        steps = jnp.concatenate(halves, axis=-1) - NIBBLE_OFFSET
+    unit = residual.scales.astype(jnp.float32) * np.float32(1.0 / steps_of(kind))
+    return steps.astype(jnp.float32) * unit[..., None]
 
 
 def to_bytes(codes: Float[Array, "..."]) -> jax.Array:

@@ -14,11 +14,12 @@ import numpy as np
 from echo_jax.kernels import xla
 from echo_jax.wire import blocks as blocking
 from echo_jax.wire import compact, packing, quantizer
-from echo_jax.wire.compact import Compact
+from echo_jax.wire.compact import Compact, Nibbles
 from echo_jax.wire.format import WireFormat
 
 # Codes of values within a few units in the last place of a rounding edge may differ.
 DIFFERING_CODES = 1e-5
+COMPACT = {"int8": Compact, "int4": Nibbles}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,7 +59,7 @@ def _cases() -> list[Case]:
         Case(bits=bits, block_size=size, rotate=rotate, residual=residual)
         for (bits, size, rotate), residual in zip(
             itertools.product((2, 4, 8), (16, 32, 64, 128, 256), (False, True)),
-            itertools.cycle(("float32", "int8", "bfloat16", None)),
+            itertools.cycle(("float32", "int8", "bfloat16", "int4", None)),
             strict=False,
         )
     ]
@@ -74,7 +75,7 @@ def _cases() -> list[Case]:
         cases += [
             Case(rotate=rotate, special=special, residual=residual)
             for special in ("nan", "inf", "zeros", "tiny")
-            for residual in ("float32", "int8")
+            for residual in ("float32", "int8", "int4")
         ]
         cases += [
             Case(rotate=rotate, scale=scale, residual=residual)
@@ -164,9 +165,10 @@ def owed(case: Case, shape, seed: int):
     values = jnp.asarray(rng.standard_normal(shape) * 0.1 * case.scale, jnp.float32)
     if case.special in ("zeros", "tiny"):
         values = jnp.zeros(shape, jnp.float32)
-    if case.residual == "int8":
+    if case.residual in COMPACT:
         codes, scales = quantizer.encode(values, case.fmt)
-        return compact.compress(values, codes, scales, case.fmt)
+        kind = COMPACT[case.residual]
+        return compact.compress(values, codes, scales, case.fmt, kind)
     return values.astype(case.residual)
 
 
@@ -208,7 +210,7 @@ def _residual_tolerance(case: Case, residual, scales):
     # Below the smallest normal number a GPU's matrix product may flush to zero.
     exact = (2.0**-20 * peak + 2.0**-124) * case.rotate
     if isinstance(residual, Compact):
-        return scales / 254 + exact
+        return scales / (compact.steps_of(type(residual)) - 1) + exact
     return exact + (2.0**-8 * scales if residual.dtype == jnp.bfloat16 else 0.0)
 
 

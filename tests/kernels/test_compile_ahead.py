@@ -37,7 +37,7 @@ def describe(*arguments: str) -> dict:
 
 
 @needs_compiler
-@pytest.mark.parametrize("residual_dtype", ["int8", "bfloat16", "float32"])
+@pytest.mark.parametrize("residual_dtype", ["int8", "int4", "bfloat16", "float32"])
 @pytest.mark.parametrize("rotation", ["rotated", "plain"])
 @pytest.mark.parametrize("target", ["a100", "h200"])
 def test_three_launches_and_two_exchanges_of_bytes_are_all(
@@ -98,11 +98,11 @@ ROWS = {"RAGGED": False, "ROW_ALIGN": 16, "ROTATE": True, "STAGES": 3}
 OWED = {"owed": "i8", "owed_scales": "bf16", "new_owed": "i8", "new_scales": "bf16"}
 KERNELS = {
     "send_kernel": (
-        {"KIND": "compact", "SCALE_FACTOR": 1 / 7.5, **ROWS},
+        {"KIND": "bytes", "SCALE_FACTOR": 1 / 7.5, **ROWS},
         {"x": "bf16", "matrix": "bf16", "payloads": "u8", **OWED},
     ),
     "reduce_kernel": (
-        {"KIND": "compact", "SCALE_FACTOR": 1 / 7.5, "RANKS": 8},
+        {"KIND": "bytes", "SCALE_FACTOR": 1 / 7.5, "RANKS": 8},
         {"payloads": "u8", "sums": "u8", **OWED},
     ),
     "return_kernel": (
