@@ -229,7 +229,8 @@ def _read(payloads_ref, index, fmt: WireFormat, blocks: int):
     )
     bits = (low.astype(jnp.uint32) << 16) | (high.astype(jnp.uint32) << 24)
     scales = jax.lax.bitcast_convert_type(bits, jnp.float32)
-    return quantizer.levels(codes, fmt), scales * 0.5
+    odd = 2 * codes - (2 * fmt.half_levels - 1)
+    return odd.astype(jnp.float32), scales * 0.5
 
 
 def _pack(codes, bits: int):

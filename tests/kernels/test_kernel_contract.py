@@ -15,9 +15,10 @@ from echo_jax.kernels import pallas
 from tests.kernels import kernel_contract
 
 HERE = pathlib.Path(__file__).parent
-# The interpreters take seconds for a case: a third of the cases every time, which has
-# every format, dtype, shape and special value, and all of them when asked for.
-QUICK = kernel_contract.CASES[::3]
+# The interpreters take seconds for a case: some of the cases every time, and all of
+# them when asked for.
+STEP = 4
+QUICK = kernel_contract.CASES[::STEP]
 CASES = [
     pytest.param(case, marks=() if case in QUICK else pytest.mark.long)
     for case in kernel_contract.CASES
@@ -46,9 +47,10 @@ def test_pallas_interpreted(case):
 def triton_failures(request) -> dict:
     """The failure of each case on Triton's interpreter, from one run of it."""
     pytest.importorskip("triton", reason="Triton is not installed")
-    everything = "long" in (request.config.getoption("-m") or "")
+    chosen = request.config.getoption("-m") or ""
+    everything = "long" in chosen or request.config.getoption("--long")
     environment = {**os.environ, "PYTHONPATH": str(HERE.parent.parent)}
-    script, step = HERE / "triton_interpreter.py", "1" if everything else "3"
+    script, step = HERE / "triton_interpreter.py", "1" if everything else str(STEP)
     command = [sys.executable, "-W", "ignore", str(script), "0", step]
     done = subprocess.run(
         command, env=environment, capture_output=True, text=True, check=False
