@@ -77,7 +77,7 @@ def main() -> None:
             Record(
                 experiment="train_seeds",
                 metric="mean_heldout_gap_percent",
-                value=statistics.fmean(values),
+                value=mean,
                 unit="%",
                 spread=spread,
                 baseline="exact",

@@ -17,7 +17,7 @@ class DecoderConfig:
     """
 
     vocab_size: int = 256  # token ids; 256 reads bytes
-    num_layers: int = 6  # pairs of attention and feed-forward block
+    num_layers: int = 4  # pairs of attention and feed-forward block
     width: int = 128  # features of the residual stream
     num_heads: int = 4  # query heads
     num_kv_heads: int = 4  # key-value heads; divides num_heads

@@ -77,7 +77,7 @@ class OptimizerConfig:
 class TrainConfig:
     """A comparison of training runs that differ in their all-reduces alone."""
 
-    model: DecoderConfig = DecoderConfig(num_layers=4)
+    model: DecoderConfig = DecoderConfig()
     data: DataConfig = DataConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     mesh: MeshConfig = MeshConfig()
