@@ -2,7 +2,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import echo_jax
@@ -55,6 +55,7 @@ def test_bytes_with_rotation_differ_only_at_rounding_edges(bits, block_size):
     np.testing.assert_array_equal(back, expected)
 
 
+@settings(max_examples=12)
 @given(
     shape=st.lists(st.integers(0, 40), max_size=4).map(tuple),
     bits=st.sampled_from(BITS),
