@@ -103,7 +103,7 @@ def _train(command: Train) -> int:
     )
     with _progress(config, console) as advance:
         results, stopped = compare(config, RecordWriter(metrics), advance)
-    console.print(summary_table(results))
+    console.print(summary_table(results, config.model.dtype))
     plot_curves(results, folder / "curves.png")
     console.print(f"Figures in {metrics}, curves in {folder / 'curves.png'}.")
     if stopped:

@@ -11,7 +11,7 @@ from echo_jax.typing import Shape
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DepthPlan:
-    """One :class:`EchoConfig` for each all-reduce of a model, in the order of depth.
+    """One :class:`EchoConfig` for each all-reduce of the layers, in order of depth.
 
     A few calls at either end, where a rounding error does the most harm, may differ
     from the bulk in between. Built by :meth:`uniform` or :meth:`edges`; indexed by the
@@ -28,7 +28,12 @@ class DepthPlan:
     head: tuple[EchoConfig, ...] = ()  # the first calls
     body: EchoConfig  # every call in between
     tail: tuple[EchoConfig, ...] = ()  # the last calls
-    num_calls: int | None = None  # all-reduces of the model, in one direction
+    num_calls: int | None = None  # all-reduces of the layers, in one direction
+    # Bits of the vocabulary's two sums, which are not among the calls of the layers:
+    # the embedding's, and the readout's going backward. In the latter each rank's part
+    # is nearly the same for every token, so that 4 bits round it the same way every
+    # time: a bias that training follows, and no noise that averages out.
+    vocab_bits: int = 8
     # The backward sums, where they are not to mirror the forward ones.
     mirror: "DepthPlan | None" = None
 
@@ -55,17 +60,19 @@ class DepthPlan:
         config: EchoConfig = EchoConfig(),
         *,
         exact_final: bool = False,
+        vocab_bits: int = 8,
         num_calls: int | None = None,
     ) -> "DepthPlan":
-        """The same configuration for every call.
+        """The same configuration for every call of the layers.
 
         Args:
           config: that of every call.
           exact_final: make the last call exact; it then pays everything owed.
-          num_calls: all-reduces of the model, if known already.
+          vocab_bits: bits of the vocabulary's two sums.
+          num_calls: all-reduces of the layers, if known already.
         """
         tail = (config.exact(),) if exact_final else ()
-        return cls(body=config, tail=tail, num_calls=num_calls)
+        return cls(body=config, tail=tail, vocab_bits=vocab_bits, num_calls=num_calls)
 
     @classmethod
     def edges(
@@ -77,6 +84,7 @@ class DepthPlan:
         last: int = 1,
         exact_final: bool = False,
         calls_per_layer: int = 2,
+        vocab_bits: int = 8,
         num_calls: int | None = None,
     ) -> "DepthPlan":
         """More bits for the layers at the ends, whose errors weigh most.
@@ -91,7 +99,8 @@ class DepthPlan:
           last: layers at the end that get them.
           exact_final: make the last call exact; it then pays everything owed.
           calls_per_layer: all-reduces of a layer.
-          num_calls: all-reduces of the model, if known already.
+          vocab_bits: bits of the vocabulary's two sums.
+          num_calls: all-reduces of the layers, if known already.
 
         Raises:
           ValueError: for a negative count, or bits that no format has.
@@ -101,14 +110,18 @@ class DepthPlan:
                 f"first={first} and last={last} must be at least 0 and "
                 f"calls_per_layer={calls_per_layer} at least 1."
             )
-        edge = dataclasses.replace(
-            config, format=dataclasses.replace(config.format, bits=edge_bits)
-        )
+        edge = _with_bits(config, edge_bits)
         tail = (edge,) * (last * calls_per_layer)
         if exact_final:
             tail = (*tail[:-1], config.exact())
         head = (edge,) * (first * calls_per_layer)
-        return cls(head=head, body=config, tail=tail, num_calls=num_calls)
+        return cls(
+            head=head,
+            body=config,
+            tail=tail,
+            vocab_bits=vocab_bits,
+            num_calls=num_calls,
+        )
 
     def bind(self, num_calls: int) -> "DepthPlan":
         """The plan for a model with this many all-reduces in each direction.
@@ -149,6 +162,11 @@ class DepthPlan:
             plan, head=plan.tail[::-1], tail=plan.head[::-1], mirror=None
         )
 
+    @property
+    def vocab(self) -> EchoConfig:
+        """The configuration of the vocabulary's sum in this direction."""
+        return _with_bits(self.body, self.vocab_bits)
+
     def residual_config(self, shape: Shape, dtype) -> EchoConfig:
         """The configuration to make the residual of calls on such a tensor with.
 
@@ -183,7 +201,7 @@ class DepthPlan:
 
     def _configs(self) -> tuple[EchoConfig, ...]:
         """Every configuration that a call of either direction has."""
-        own = (*self.head, self.body, *self.tail)
+        own = (*self.head, self.body, *self.tail, self.vocab)
         return own if self.mirror is None else own + self.mirror._configs()
 
     def _bound_calls(self) -> int:
@@ -193,6 +211,13 @@ class DepthPlan:
                 "are the last: use plan.bind(num_calls), two for each decoder layer."
             )
         return self.num_calls
+
+
+def _with_bits(config: EchoConfig, bits: int) -> EchoConfig:
+    """The same configuration at another width."""
+    return dataclasses.replace(
+        config, format=dataclasses.replace(config.format, bits=bits)
+    )
 
 
 def group_by_config(keys: list) -> list[tuple[int, int]]:

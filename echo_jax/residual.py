@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from echo_jax import axes
 from echo_jax.config import EchoConfig
-from echo_jax.typing import AnyFloat, AxisName, Shape
+from echo_jax.typing import AnyFloat, AxisName, FloatLike, Shape
 from echo_jax.wire import blocks as blocking
 
 Verb = Literal["psum", "psum_scatter", "all_gather"]
@@ -51,7 +51,7 @@ class Residual:
 
 
 def init_residual(
-    x: AnyFloat | jax.ShapeDtypeStruct | Shape,
+    x: FloatLike | jax.ShapeDtypeStruct | Shape,
     axis_name: AxisName,
     *,
     config: EchoConfig = EchoConfig(),

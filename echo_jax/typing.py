@@ -6,6 +6,7 @@ Shapes inside ``jax.shard_map`` and ``jax.vmap(axis_name=...)`` are those of one
 from collections.abc import Hashable
 from typing import TypeAlias
 
+import numpy as np
 from jax import Array
 from jaxtyping import Float, Float32, UInt8
 
@@ -16,6 +17,9 @@ Shape: TypeAlias = tuple[int, ...]
 
 AnyFloat: TypeAlias = Float[Array, "..."]
 """Any rank, float32, bfloat16 or float16."""
+
+FloatLike: TypeAlias = AnyFloat | Float[np.ndarray, "..."] | float
+"""What the public functions take for it."""
 
 Rows: TypeAlias = Float[Array, "rows width"]
 """A tensor flattened to its last axis; blocks run along ``width``."""

@@ -9,12 +9,12 @@ from echo_jax import axes
 from echo_jax.collectives.traffic import check_dtype
 from echo_jax.config import EchoConfig
 from echo_jax.residual import Residual
-from echo_jax.typing import AnyFloat, AxisName
+from echo_jax.typing import AnyFloat, AxisName, FloatLike
 
 
 def prepare(
     verb: str,
-    x: AnyFloat,
+    x: FloatLike,
     residual: Residual | None,
     axis_name: AxisName,
     config: EchoConfig,

@@ -8,11 +8,11 @@ from echo_jax import axes
 from echo_jax.collectives import call, exact, exchange, traffic
 from echo_jax.config import EchoConfig
 from echo_jax.residual import Residual, check_residual
-from echo_jax.typing import AnyFloat, AxisName
+from echo_jax.typing import AnyFloat, AxisName, FloatLike
 
 
 def echo_psum(
-    x: AnyFloat,
+    x: FloatLike,
     residual: Residual | None,
     axis_name: AxisName,
     *,
@@ -77,7 +77,7 @@ def echo_psum(
 
 
 def echo_pvary(
-    x: AnyFloat,
+    x: FloatLike,
     residual: Residual | None,
     axis_name: AxisName,
     *,
@@ -128,7 +128,7 @@ def echo_pvary(
 
 
 def flush(
-    x: AnyFloat,
+    x: FloatLike,
     residual: Residual | None,
     axis_name: AxisName,
     *,

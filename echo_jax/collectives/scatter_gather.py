@@ -15,11 +15,11 @@ from echo_jax.residual import (
     check_scatter,
     scatter_shape,
 )
-from echo_jax.typing import AnyFloat, AxisName
+from echo_jax.typing import AnyFloat, AxisName, FloatLike
 
 
 def echo_psum_scatter(
-    x: AnyFloat,
+    x: FloatLike,
     residual: Residual | None,
     axis_name: AxisName,
     *,
@@ -68,7 +68,7 @@ def echo_psum_scatter(
 
 
 def echo_all_gather(
-    x: AnyFloat,
+    x: FloatLike,
     residual: Residual | None,
     axis_name: AxisName,
     *,

@@ -6,13 +6,13 @@ import jax.numpy as jnp
 
 from echo_jax.config import Backend
 from echo_jax.kernels.api import get_codec
-from echo_jax.typing import AnyFloat, Payload, Shape
+from echo_jax.typing import AnyFloat, FloatLike, Payload, Shape
 from echo_jax.wire import blocks as blocking
 from echo_jax.wire.format import WireFormat
 
 
 def quantize(
-    x: AnyFloat, fmt: WireFormat = WireFormat(), *, backend: Backend = "auto"
+    x: FloatLike, fmt: WireFormat = WireFormat(), *, backend: Backend = "auto"
 ) -> Payload:
     """Writes a tensor as it would travel to one rank.
 

@@ -152,16 +152,20 @@ class Decoder(nnx.Module):
     ) -> tuple[Float[Array, "batch length local_vocab"], Residual | None]:
         """This rank's logits, and what the forward pass still owes.
 
-        The embedding's sum goes by the plan of call 0, the mirror at the readout by
-        that of the last call: they are the first calls of either direction.
+        The vocabulary's sums, the embedding's forward and the readout's backward, go
+        by ``plan.vocab``; they are the first of either direction.
         """
         plan = plan.bind(self.config.num_calls)
         partial = self.embed(tokens)
         owing = plan.residual_config(partial.shape, partial.dtype)
         residual = init_residual(partial, self.axis_name, config=owing)
-        stream, residual = echo_psum(partial, residual, self.axis_name, config=plan[0])
+        stream, residual = echo_psum(
+            partial, residual, self.axis_name, config=plan.vocab
+        )
         stream, residual = self._run_layers(stream, residual, plan)
-        x, owed = echo_pvary(stream, residual, self.axis_name, config=plan.backward[-1])
+        x, owed = echo_pvary(
+            stream, residual, self.axis_name, config=plan.backward.vocab
+        )
         x = self.final_norm(x)
         logits = self.embed.attend(x) if self.readout is None else self.readout(x)
         return logits, owed

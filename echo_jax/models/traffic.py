@@ -33,12 +33,10 @@ def stream_traffic(
       out.
     """
     plan = plan.bind(config.num_calls)
-    if direction == "forward":
-        calls = [plan[0], *plan]
-    else:
-        calls = [plan.backward[-1], *plan.backward]
+    if direction == "backward":
+        plan = plan.backward
     total: collections.Counter[str] = collections.Counter()
     shape = (batch, length, config.width)
-    for call in calls:
+    for call in (plan.vocab, *plan):
         total.update(wire_bytes(shape, ranks, call, dtype=config.dtype))
     return dict(total)

@@ -11,8 +11,11 @@ from echo_jax.training.loop import RunResult, gap_percent
 _SMOOTHING_STEPS = 10
 
 
-def summary_table(results: list[RunResult]) -> Table:
-    """One column for each variant; a dash for what was not measured."""
+def summary_table(results: list[RunResult], dtype: str) -> Table:
+    """One column for each variant; a dash for what was not measured.
+
+    ``dtype`` is that of the exact sums.
+    """
     exact = next((r for r in results if r.variant == "exact"), None)
     whole = sum(exact.bytes_per_token.values()) if exact else 0.0
     table = Table()
@@ -32,7 +35,7 @@ def summary_table(results: list[RunResult]) -> Table:
         row(label, "{:,.0f}", lambda r, op=name: r.bytes_per_token.get(op))
     if whole:
         row(
-            "bytes sent, of exact",
+            f"bytes sent, of exact ({dtype})",
             "{:.3f}",
             lambda r: sum(r.bytes_per_token.values()) / whole,
         )

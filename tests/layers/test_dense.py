@@ -1,0 +1,130 @@
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import echo_jax as echo
+from echo_jax.layers import ColumnParallelDense, RowParallelDense
+from tests import modules as ranks
+from tests.modules import AXIS
+
+IN, HIDDEN, OUT = 48, 64, 80
+EXACT = echo.EchoConfig().exact()
+FOUR_BITS = echo.EchoConfig(min_bytes=0)
+
+
+class TwoLayers(nnx.Module):
+    def __init__(self, use_bias: bool, rngs: nnx.Rngs):
+        normal = nnx.initializers.normal(0.3)
+        kinds = {"use_bias": use_bias, "kernel_init": normal, "rngs": rngs}
+        self.up = ColumnParallelDense(IN, HIDDEN, **kinds)
+        self.down = RowParallelDense(HIDDEN, OUT, **kinds)
+
+    def __call__(self, x, config):
+        residual = None
+        x, residual = echo.echo_pvary(x, residual, AXIS, config=config)
+        return self.down(jnp.tanh(self.up(x)), residual, config=config)[0]
+
+
+def build(use_bias: bool = True):
+    return TwoLayers(use_bias, ranks.rngs())
+
+
+def reference(params, x):
+    hidden = np.tanh(x @ params["up"]["kernel"] + params["up"]["bias"])
+    return hidden @ params["down"]["kernel"] + params["down"]["bias"]
+
+
+@pytest.fixture
+def x():
+    random = np.random.default_rng(0)
+    return jnp.asarray(random.standard_normal((3, 5, IN)), jnp.float32)
+
+
+@pytest.fixture
+def params():
+    params = ranks.init(build)
+    for layer in params.values():  # biases are zero at first, which would hide them
+        bias = layer["bias"]
+        layer["bias"] = jnp.linspace(-1.0, 1.0, bias.size, dtype=bias.dtype)
+    return params
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+def test_exact_pair_is_the_whole_product(x, params, size):
+    forward = ranks.simulated(lambda m, x: m(x, EXACT), build, size)
+    wide = jax.tree.map(lambda p: np.asarray(p, np.float64), params)
+    # float32 dot products of at most 64 terms of magnitude about 1.
+    tolerance = HIDDEN * np.finfo(np.float32).eps
+    outputs = forward(params, x)
+    np.testing.assert_allclose(
+        outputs[0],
+        reference(wide, np.asarray(x, np.float64)),
+        rtol=0,
+        atol=8 * tolerance,
+    )
+    assert all((out == outputs[0]).all() for out in outputs)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_gradients_are_those_of_the_whole_product(x, params, check_vma):
+    mesh = ranks.make_mesh(tensor=8)
+
+    def loss(module, x):
+        return jnp.sum(module(x, EXACT) ** 2)
+
+    graphdef, _ = nnx.split(build())
+    specs = jax.tree.map(lambda p: p, echo_specs())
+
+    def local(params, x):
+        module = nnx.merge(graphdef, nnx.State(params))
+        return loss(module, x)
+
+    sharded = jax.jit(
+        jax.shard_map(
+            jax.grad(local, argnums=(0, 1)),
+            mesh=mesh,
+            in_specs=(specs, ranks.REPLICATED),
+            out_specs=(specs, ranks.REPLICATED),
+            check_vma=check_vma,
+        )
+    )
+
+    def whole(params, x):
+        hidden = jnp.tanh(x @ params["up"]["kernel"] + params["up"]["bias"])
+        y = hidden @ params["down"]["kernel"] + params["down"]["bias"]
+        return jnp.sum(y**2)
+
+    got = sharded(params, x)
+    wanted = jax.jit(jax.grad(whole, argnums=(0, 1)))(params, x)
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        scale = float(jnp.max(jnp.abs(other)))
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-5 * scale)
+
+
+def test_four_bit_error_is_within_the_bound(x, params):
+    size, config = 4, dataclasses.replace(FOUR_BITS, feedback=False)
+    partial = ranks.simulated(
+        lambda m, x: jnp.tanh(m.up(x)) @ m.down.kernel[...], build, size
+    )(params, x)
+    peak = float(jnp.max(jnp.abs(partial)))
+    bound = echo.error_bound(
+        config.format,
+        ranks=size,
+        peak=peak * echo.wire.bounds.rotation_gain(config.format),
+        feedback=False,
+        calls=1,
+    )
+    exact = ranks.simulated(lambda m, x: m(x, EXACT), build, size)(params, x)
+    coarse = ranks.simulated(lambda m, x: m(x, config), build, size)(params, x)
+    error = float(jnp.max(jnp.abs(coarse - exact)))
+    assert 0.0 < error <= bound.output
+
+
+def echo_specs():
+    from echo_jax.layers import split_module
+
+    return split_module(jax.eval_shape(build))[2]
