@@ -33,16 +33,16 @@ class RecordWriter:
     """Appends records to a file, each on disk before the call returns.
 
     Args:
-      path: the JSON-lines file; its folder is made.
+      path: the JSON-lines file; its folder is made when the first record comes.
     """
 
     def __init__(self, path: pathlib.Path):
         """See the class."""
-        path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
 
     def write(self, record: Record) -> None:
         """Appends one record with its provenance."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
         line = json.dumps({**dataclasses.asdict(record), **provenance()})
         with self.path.open("a") as file:
             file.write(line + "\n")

@@ -12,7 +12,6 @@ sum after the norm instead of on the stream.
 import dataclasses
 import pathlib
 import statistics
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -202,4 +201,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

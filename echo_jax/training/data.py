@@ -6,7 +6,7 @@ import sysconfig
 import numpy as np
 from jaxtyping import Int32, UInt8
 
-Tokens = UInt8[np.ndarray, "bytes"]
+Tokens = UInt8[np.ndarray, "_"]  # a text, byte by byte
 Batch = Int32[np.ndarray, "batch length_plus_1"]
 
 _TEXT_SUFFIXES = (".md", ".py", ".rst", ".txt")

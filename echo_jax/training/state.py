@@ -33,6 +33,7 @@ class ModelParts(NamedTuple):
 
     graphdef: nnx.GraphDef  # its structure
     specs: Specs  # how its parameters are cut
+    shardings: TrainState  # where each leaf of its training state lies
 
 
 def make_mesh(config: MeshConfig) -> Mesh:
@@ -94,7 +95,7 @@ def create_state(
         return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
 
     placed = state_shardings(jax.eval_shape(init), specs, mesh)
-    return jax.jit(init, out_shardings=placed)(), ModelParts(graphdef, specs)
+    return jax.jit(init, out_shardings=placed)(), ModelParts(graphdef, specs, placed)
 
 
 def state_shardings(state: TrainState, specs: Specs, mesh: Mesh) -> TrainState:
