@@ -226,7 +226,7 @@ def _rms(x: AnyFloat) -> jax.Array:
 def _shape_of(x) -> Shape:
     """The shape of an array, or the shape itself."""
     shape = x if isinstance(x, tuple | list) else getattr(x, "shape", None)
-    if shape is None or not all(isinstance(n, Integral) and n >= 0 for n in shape):
+    if shape is None or not all(isinstance(n, Integral) and int(n) >= 0 for n in shape):
         raise TypeError(
             f"init_residual: x must be one array or its shape, got {type(x).__name__}. "
             "Each tensor has a residual of its own: call once for each leaf."
