@@ -112,10 +112,11 @@ class DepthPlan:
           ValueError: for a negative count, or bits that no format has.
         """
         counts = (first, last, calls_per_layer)
-        if any(type(n) is not int for n in counts) or min(first, last) < 0:
+        least = (0, 0, 1)
+        if any(type(n) is not int or n < m for n, m in zip(counts, least, strict=True)):
             raise ValueError(
                 f"first={first}, last={last} and calls_per_layer={calls_per_layer} "
-                "must be integers, the first two of at least 0."
+                "must be integers of at least 0, 0 and 1."
             )
         edge = _with_bits(config, edge_bits)
         tail = (edge,) * (last * calls_per_layer)
