@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Hashable
 from numbers import Integral
 from typing import Any, Literal
 
@@ -28,7 +29,7 @@ class Layout:
     blocks: int  # blocks in the chunk of one rank
     block_size: int  # values in a block
     rotate: bool  # whether block coordinates are rotated
-    axis_name: AxisName
+    axis_names: tuple[Hashable, ...]
 
 
 @functools.partial(
@@ -43,6 +44,12 @@ class Residual:
     Opaque: make it with :func:`init_residual`, hand it from call to call, let
     :func:`echo_jax.flush` pay it. A pytree of float arrays that differ from rank to
     rank, so that it can be a scan carry, its own cotangent, or a checkpointed state.
+
+    Thread it through the calls in a line: each call takes what the one before returned.
+    A residual that two calls take is paid twice. Its cotangent carries the backward
+    errors and is no gradient: keep it out of optimizers. To keep one across jitted
+    steps, pass it through ``shard_map`` with the prefix spec
+    ``PartitionSpec(axis_name)`` going in and coming out.
     """
 
     # Not typed as arrays of these shapes: transformations put their own leaves in a
@@ -67,7 +74,7 @@ def init_residual(
     Args:
       x: a rank's tensor, or its shape. Under ``check_vma=True`` on a mesh with more
         axes hand in the tensor itself: the residual then varies along the same axes,
-        as a scan carry must.
+        as a scan carry must (JAX says otherwise that carry types differ).
       axis_name: the axis (or axes) of the calls.
       config: the configuration of the calls: block size, rotation, residual dtype.
       scatter_dimension: only for ``echo_psum_scatter`` along the last dimension, whose
@@ -123,7 +130,7 @@ def make_layout(shape: Shape, axis_name: AxisName, config: EchoConfig) -> Layout
         blocks=blocking.blocks_per_chunk(shape, fmt.block_size, size),
         block_size=fmt.block_size,
         rotate=fmt.rotate,
-        axis_name=axis_name,
+        axis_names=axes.axis_names(axis_name),
     )
 
 
@@ -171,7 +178,7 @@ def check_residual(
     send_shape, reduce_shape = _array_shapes(wanted)
     given = {
         "(rows, width)": (residual.layout.rows, residual.layout.width),
-        "axis_name": residual.layout.axis_name,
+        "axis names": residual.layout.axis_names,
         "block_size": residual.layout.block_size,
         "rotate": residual.layout.rotate,
         "send shape": tuple(residual.send.shape),
@@ -181,7 +188,7 @@ def check_residual(
     }
     needed = {
         "(rows, width)": (wanted.rows, wanted.width),
-        "axis_name": wanted.axis_name,
+        "axis names": wanted.axis_names,
         "block_size": wanted.block_size,
         "rotate": wanted.rotate,
         "send shape": send_shape,
@@ -242,7 +249,7 @@ def _zeros(shape: Shape, config: EchoConfig) -> AnyFloat | Compact:
 def _shape_of(x) -> Shape:
     """The shape of an array, or the shape itself."""
     shape = x if isinstance(x, tuple | list) else getattr(x, "shape", None)
-    if shape is None or not all(isinstance(n, Integral) and n >= 0 for n in shape):
+    if shape is None or not all(isinstance(n, Integral) and int(n) >= 0 for n in shape):
         raise TypeError(
             f"init_residual: x must be one array or its shape, got {type(x).__name__}. "
             "Each tensor has a residual of its own: call once for each leaf."

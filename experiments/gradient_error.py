@@ -12,7 +12,6 @@ sum after the norm instead of on the stream.
 import dataclasses
 import pathlib
 import statistics
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +23,7 @@ from echo_jax.layers import join_ranks, merge_module, split_module, split_ranks
 from echo_jax.models import Decoder, DecoderConfig, DecoderLayer
 from echo_jax.records import Record, RecordWriter
 from echo_jax.training import (
+    DataConfig,
     MeshConfig,
     OptimizerConfig,
     create_state,
@@ -122,8 +122,7 @@ def batch(settings: Settings, text, index: int) -> jax.Array:
     return jnp.asarray(
         text_data.draw_batch(
             text,
-            batch_size=settings.batch_size,
-            length=settings.length,
+            sizes=DataConfig(batch_size=settings.batch_size, length=settings.length),
             seed=settings.seed,
             step=index,
         )
@@ -202,4 +201,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -2,24 +2,11 @@
 
 import jax
 from flax import nnx
-from jax.sharding import AxisType, Mesh, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from echo_jax.layers import merge_module, split_module, split_ranks
 
 AXIS = "tensor"
-
-
-def make_mesh(**sizes: int) -> Mesh:
-    """A mesh over the first devices, one axis a keyword."""
-    count = 1
-    for size in sizes.values():
-        count *= size
-    return jax.make_mesh(
-        tuple(sizes.values()),
-        tuple(sizes),
-        axis_types=(AxisType.Auto,) * len(sizes),
-        devices=jax.devices()[:count],
-    )
 
 
 def on_devices(function, build, mesh: Mesh, in_specs, out_specs, check_vma=True):

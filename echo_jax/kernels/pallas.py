@@ -146,10 +146,12 @@ def _encode(values, refs, fmt: WireFormat, blocks: int) -> None:
     """Adds the residual, quantizes, writes the payload and what it leaves out."""
     owed = refs[: len(refs) // 2]  # none, the values, or codes and scales
     payload_ref, *left = refs[len(owed) :]
+    halved = bool(owed) and owed[0].shape[-1] < fmt.block_size
+    kind = Nibbles if halved else Compact
+    count = compact.steps_of(kind)
     if len(owed) == 2:
-        kind = Compact if owed[0].shape[-1] == fmt.block_size else Nibbles
-        kept, count = owed[0][...], compact.steps_of(kind)
-        if kind is Nibbles:
+        kept = owed[0][...]
+        if halved:
             kept = _unpack(kept.astype(jnp.int32), 4) - compact.NIBBLE_OFFSET
         unit = owed[1][...].astype(jnp.float32) * np.float32(1.0 / count)
         values = values + kept.astype(jnp.float32) * unit[:, None]
@@ -163,7 +165,7 @@ def _encode(values, refs, fmt: WireFormat, blocks: int) -> None:
         steps = jnp.where(inverse[:, None] > 0.0, position - level, 0.5)
         steps = jnp.floor(steps * compact.steps_in(kind)) - count // 2
         steps = steps.astype(jnp.int32)
-        if kind is Nibbles:
+        if halved:
             steps = _pack(steps + compact.NIBBLE_OFFSET, 4)
         left[0][...] = steps.astype(jnp.int8)
         left[1][...] = jnp.where(inverse > 0.0, scales, 0.0).astype(jnp.bfloat16)

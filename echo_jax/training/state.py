@@ -33,6 +33,7 @@ class ModelParts(NamedTuple):
 
     graphdef: nnx.GraphDef  # its structure
     specs: Specs  # how its parameters are cut
+    shardings: TrainState  # where each leaf of its training state lies
 
 
 def make_mesh(config: MeshConfig) -> Mesh:
@@ -58,11 +59,12 @@ def make_mesh(config: MeshConfig) -> Mesh:
 
 def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
     """AdamW behind a clip of the global norm, with warm-up and cosine decay."""
+    warmup = max(1, int(config.warmup * steps))
     schedule = optax.warmup_cosine_decay_schedule(
-        0.0,
+        config.learning_rate / warmup,  # no step at rate zero
         config.learning_rate,
-        max(1, int(config.warmup * steps)),
-        max(2, steps),
+        warmup,
+        warmup + max(1, steps - warmup),
         config.learning_rate * config.final,
     )
     return optax.chain(
@@ -94,7 +96,7 @@ def create_state(
         return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
 
     placed = state_shardings(jax.eval_shape(init), specs, mesh)
-    return jax.jit(init, out_shardings=placed)(), ModelParts(graphdef, specs)
+    return jax.jit(init, out_shardings=placed)(), ModelParts(graphdef, specs, placed)
 
 
 def state_shardings(state: TrainState, specs: Specs, mesh: Mesh) -> TrainState:

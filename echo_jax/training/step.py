@@ -54,10 +54,11 @@ def make_train_step(
         (loss, owed), grads = gradient(state.params, tokens)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
-        metrics = StepMetrics(loss, optax.global_norm(grads), *owed)
+        metrics = StepMetrics(loss, optax.tree.norm(grads), *owed)
         return TrainState(state.step + 1, params, opt_state), metrics
 
-    return jax.jit(step, donate_argnums=0)
+    # Where the state came from it goes back to: the second step finds its program.
+    return jax.jit(step, donate_argnums=0, out_shardings=(parts.shardings, None))
 
 
 def make_eval_step(parts: ModelParts, mesh: Mesh, plan: DepthPlan) -> Callable:

@@ -4,18 +4,24 @@ import pytest
 
 import echo_jax as echo
 from echo_jax.layers import Attention, RMSNorm, SwiGLU, apply_rope
-from tests import modules as ranks
+from tests import modules
 
 WIDTH = 32
 EXACT = echo.EchoConfig().exact()
 
 
+def draw(*shape):
+    return jnp.asarray(np.random.default_rng(0).standard_normal(shape), jnp.float32)
+
+
 def build_attention():
-    return Attention(WIDTH, num_heads=8, num_kv_heads=4, head_dim=8, rngs=ranks.rngs())
+    return Attention(
+        WIDTH, num_heads=8, num_kv_heads=4, head_dim=8, rngs=modules.rngs()
+    )
 
 
 def build_mlp():
-    return SwiGLU(WIDTH, 24, rngs=ranks.rngs())
+    return SwiGLU(WIDTH, 24, rngs=modules.rngs())
 
 
 @pytest.mark.parametrize("build", [build_attention, build_mlp])
@@ -23,8 +29,8 @@ def test_same_result_on_one_and_four_ranks(build):
     x = jnp.asarray(
         np.random.default_rng(0).standard_normal((2, 7, WIDTH)), jnp.float32
     )
-    params = ranks.init(build)
-    run = lambda size: ranks.simulated(  # noqa: E731
+    params = modules.init(build)
+    run = lambda size: modules.simulated(  # noqa: E731
         lambda m, x: m(x, None, config=EXACT)[0], build, size
     )(params, x)[0]
     np.testing.assert_allclose(run(4), run(1), rtol=0, atol=1e-6)
@@ -34,8 +40,10 @@ def test_attention_is_causal():
     x = jnp.asarray(
         np.random.default_rng(0).standard_normal((1, 9, WIDTH)), jnp.float32
     )
-    params = ranks.init(build_attention)
-    run = ranks.simulated(lambda m, x: m(x, None, config=EXACT)[0], build_attention, 2)
+    params = modules.init(build_attention)
+    run = modules.simulated(
+        lambda m, x: m(x, None, config=EXACT)[0], build_attention, 2
+    )
     before, after = run(params, x)[0], run(params, x.at[0, 5:].add(1.0))[0]
     np.testing.assert_allclose(before[0, :5], after[0, :5], rtol=0, atol=1e-6)
     assert float(jnp.abs(before[0, 5:] - after[0, 5:]).max()) > 1e-3
@@ -55,7 +63,7 @@ def test_rope_depends_on_the_distance_alone():
 
 
 def test_rope_keeps_lengths():
-    x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 5, 3, 8)), jnp.float32)
+    x = draw(2, 5, 3, 8)
     turned = apply_rope(x, jnp.arange(5), 10_000.0)
     np.testing.assert_allclose(
         jnp.linalg.norm(turned, axis=-1), jnp.linalg.norm(x, axis=-1), rtol=1e-5
@@ -63,10 +71,10 @@ def test_rope_keeps_lengths():
 
 
 def test_rms_norm_against_float64():
-    norm = RMSNorm(WIDTH, rngs=ranks.rngs())
+    norm = RMSNorm(WIDTH, rngs=modules.rngs())
     x = np.random.default_rng(0).standard_normal((3, WIDTH)) * 1e3
     params = {"scale": jnp.linspace(0.5, 2.0, WIDTH)}
-    got = ranks.simulated(lambda m, x: m(x), lambda: norm, 2)(params, jnp.asarray(x))
+    got = modules.simulated(lambda m, x: m(x), lambda: norm, 2)(params, jnp.asarray(x))
     mean = np.mean(x**2, axis=-1, keepdims=True) + norm.epsilon
     wanted = x / np.sqrt(mean) * np.asarray(params["scale"], np.float64)
     np.testing.assert_allclose(got[0], wanted, rtol=1e-5)

@@ -7,9 +7,15 @@ import pytest
 from flax import nnx
 
 import echo_jax as echo
-from echo_jax.layers import ColumnParallelDense, RowParallelDense
-from tests import modules as ranks
+from echo_jax.layers import (
+    ColumnParallelDense,
+    RowParallelDense,
+    merge_module,
+    split_module,
+)
+from tests import modules
 from tests.modules import AXIS
+from tests.ranks import mesh
 
 IN, HIDDEN, OUT = 48, 64, 80
 EXACT = echo.EchoConfig().exact()
@@ -30,7 +36,7 @@ class TwoLayers(nnx.Module):
 
 
 def build(use_bias: bool = True):
-    return TwoLayers(use_bias, ranks.rngs())
+    return TwoLayers(use_bias, modules.rngs())
 
 
 def reference(params, x):
@@ -46,7 +52,7 @@ def x():
 
 @pytest.fixture
 def params():
-    params = ranks.init(build)
+    params = modules.init(build)
     for layer in params.values():  # biases are zero at first, which would hide them
         bias = layer["bias"]
         layer["bias"] = jnp.linspace(-1.0, 1.0, bias.size, dtype=bias.dtype)
@@ -55,7 +61,7 @@ def params():
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
 def test_exact_pair_is_the_whole_product(x, params, size):
-    forward = ranks.simulated(lambda m, x: m(x, EXACT), build, size)
+    forward = modules.simulated(lambda m, x: m(x, EXACT), build, size)
     wide = jax.tree.map(lambda p: np.asarray(p, np.float64), params)
     # float32 dot products of at most 64 terms of magnitude about 1.
     tolerance = HIDDEN * np.finfo(np.float32).eps
@@ -71,24 +77,17 @@ def test_exact_pair_is_the_whole_product(x, params, size):
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_gradients_are_those_of_the_whole_product(x, params, check_vma):
-    mesh = ranks.make_mesh(tensor=8)
-
-    def loss(module, x):
-        return jnp.sum(module(x, EXACT) ** 2)
-
-    graphdef, _ = nnx.split(build())
-    specs = jax.tree.map(lambda p: p, echo_specs())
+    graphdef, _, specs = split_module(jax.eval_shape(build))
 
     def local(params, x):
-        module = nnx.merge(graphdef, nnx.State(params))
-        return loss(module, x)
+        return jnp.sum(merge_module(graphdef, params)(x, EXACT) ** 2)
 
     sharded = jax.jit(
         jax.shard_map(
             jax.grad(local, argnums=(0, 1)),
-            mesh=mesh,
-            in_specs=(specs, ranks.REPLICATED),
-            out_specs=(specs, ranks.REPLICATED),
+            mesh=mesh(tensor=8),
+            in_specs=(specs, modules.REPLICATED),
+            out_specs=(specs, modules.REPLICATED),
             check_vma=check_vma,
         )
     )
@@ -107,7 +106,7 @@ def test_gradients_are_those_of_the_whole_product(x, params, check_vma):
 
 def test_four_bit_error_is_within_the_bound(x, params):
     size, config = 4, dataclasses.replace(FOUR_BITS, feedback=False)
-    partial = ranks.simulated(
+    partial = modules.simulated(
         lambda m, x: jnp.tanh(m.up(x)) @ m.down.kernel[...], build, size
     )(params, x)
     peak = float(jnp.max(jnp.abs(partial)))
@@ -118,13 +117,7 @@ def test_four_bit_error_is_within_the_bound(x, params):
         feedback=False,
         calls=1,
     )
-    exact = ranks.simulated(lambda m, x: m(x, EXACT), build, size)(params, x)
-    coarse = ranks.simulated(lambda m, x: m(x, config), build, size)(params, x)
+    exact = modules.simulated(lambda m, x: m(x, EXACT), build, size)(params, x)
+    coarse = modules.simulated(lambda m, x: m(x, config), build, size)(params, x)
     error = float(jnp.max(jnp.abs(coarse - exact)))
     assert 0.0 < error <= bound.output
-
-
-def echo_specs():
-    from echo_jax.layers import split_module
-
-    return split_module(jax.eval_shape(build))[2]

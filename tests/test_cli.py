@@ -1,0 +1,91 @@
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from echo_jax import cli
+
+TINY = [
+    *("--num-layers", "1", "--width", "32", "--num-heads", "4"),
+    *("--num-kv-heads", "4", "--head-dim", "8", "--mlp-width", "32"),
+    *("--batch-size", "2", "--length", "16", "--heldout-batches", "1"),
+]
+
+
+def run(*arguments, cwd, **kwargs):
+    command = [sys.executable, "-m", "echo_jax.cli", *arguments]
+    return subprocess.run(
+        command, cwd=cwd, capture_output=True, text=True, timeout=300, **kwargs
+    )
+
+
+@pytest.fixture(autouse=True)
+def _bare_environment(monkeypatch):
+    """The command sets up its devices itself, as a user's shell leaves it to."""
+    for name in ("XLA_FLAGS", "NPROC", "JAX_PLATFORMS"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_train_writes_table_picture_and_figures(tmp_path):
+    done = run("train", "--steps", "2", *TINY, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "held-out loss" in done.stdout
+    folder = tmp_path / "runs" / "train-0"
+    assert (folder / "metrics.jsonl").stat().st_size > 0
+    assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
+    again = run("train", "--steps", "2", *TINY, cwd=tmp_path)
+    assert again.returncode == 2
+    assert "holds a run already" in again.stderr
+
+
+def test_ctrl_c_keeps_what_was_measured(tmp_path):
+    command = [sys.executable, "-m", "echo_jax.cli", "train", "--steps", "100000"]
+    command += [*TINY, "--log-every", "1"]
+    process = subprocess.Popen(
+        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    metrics = tmp_path / "runs" / "train-0" / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not metrics.exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    os.kill(process.pid, signal.SIGINT)
+    output, errors = process.communicate(timeout=120)
+    assert process.returncode == 130, errors
+    assert "Stopped by Ctrl-C" in output
+    assert "Traceback" not in errors
+    assert metrics.stat().st_size > 0
+    assert (metrics.parent / "curves.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["train", "--data", "missing.txt"], "does not exist"),
+        (["train", "--batch-size", "3"], "batch_size=3"),
+        (["train", "--tensor-ranks", "8"], "num_heads=4"),
+        (["train", "--tensor-ranks", "3"], "vocabulary"),
+        (["train", "--dtype", "bf16"], "dtype='bf16'"),
+        (["explain"], "needs a shape"),
+        (["train", "--bits", "5"], "bits=5"),
+        (["explain", "8", "64", "--ranks", "0"], "axis_size=0"),
+    ],
+)
+def test_a_wrong_argument_is_one_clear_line(arguments, words, tmp_path):
+    done = run(*arguments, cwd=tmp_path)
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not list(pathlib.Path(tmp_path).iterdir())
+
+
+def test_explain_says_path_and_bytes(capsys):
+    assert cli.main(["explain", "8", "64", "--min-bytes", "0"]) == 0
+    output = capsys.readouterr().out
+    assert "echo on the xla backend" in output
+    assert "all_to_all 238 B" in output
+    assert cli.main(["explain", "1", "4096"]) == 0
+    assert capsys.readouterr().out.startswith("exact")
