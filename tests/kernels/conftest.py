@@ -10,18 +10,18 @@ import sys
 
 import echo_jax.kernels
 
-NAME = "echo_jax.kernels.triton_kernels"
 
-
-def _load_unchecked() -> None:
-    path = pathlib.Path(echo_jax.kernels.__file__).with_name("triton_kernels.py")
-    spec = importlib.util.spec_from_file_location(NAME, path)
+def _load_unchecked(name: str) -> None:
+    path = pathlib.Path(echo_jax.kernels.__file__).with_name(f"{name}.py")
+    name = f"echo_jax.kernels.{name}"
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[NAME] = module
+    sys.modules[name] = module
     spec.loader.exec_module(module)
 
 
 if importlib.util.find_spec("triton") is not None:
-    _load_unchecked()
+    _load_unchecked("triton_tiles")
+    _load_unchecked("triton_kernels")
