@@ -127,7 +127,7 @@ def main() -> None:
         )
         for metric, value, unit in (
             ("final_loss", losses[-1], "nats"),
-            ("step_ms", milliseconds, "ms"),
+            ("step_ms", 1e3 * seconds, "ms"),
         ):
             writer.write(
                 Record(
