@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Hashable
 from numbers import Integral
 from typing import Any, Literal
 
@@ -26,7 +27,7 @@ class Layout:
     blocks: int  # blocks in the chunk of one rank
     block_size: int  # values in a block
     rotate: bool  # whether block coordinates are rotated
-    axis_name: AxisName
+    axis_names: tuple[Hashable, ...]
 
 
 @functools.partial(
@@ -121,7 +122,7 @@ def make_layout(shape: Shape, axis_name: AxisName, config: EchoConfig) -> Layout
         blocks=blocking.blocks_per_chunk(shape, fmt.block_size, size),
         block_size=fmt.block_size,
         rotate=fmt.rotate,
-        axis_name=axis_name,
+        axis_names=axes.axis_names(axis_name),
     )
 
 
@@ -169,7 +170,7 @@ def check_residual(
     send_shape, reduce_shape = _array_shapes(wanted)
     given = {
         "(rows, width)": (residual.layout.rows, residual.layout.width),
-        "axis_name": residual.layout.axis_name,
+        "axis names": residual.layout.axis_names,
         "block_size": residual.layout.block_size,
         "rotate": residual.layout.rotate,
         "send shape": tuple(residual.send.shape),
@@ -179,7 +180,7 @@ def check_residual(
     }
     needed = {
         "(rows, width)": (wanted.rows, wanted.width),
-        "axis_name": wanted.axis_name,
+        "axis names": wanted.axis_names,
         "block_size": wanted.block_size,
         "rotate": wanted.rotate,
         "send shape": send_shape,
@@ -226,7 +227,7 @@ def _rms(x: AnyFloat) -> jax.Array:
 def _shape_of(x) -> Shape:
     """The shape of an array, or the shape itself."""
     shape = x if isinstance(x, tuple | list) else getattr(x, "shape", None)
-    if shape is None or not all(isinstance(n, Integral) and n >= 0 for n in shape):
+    if shape is None or not all(isinstance(n, Integral) and int(n) >= 0 for n in shape):
         raise TypeError(
             f"init_residual: x must be one array or its shape, got {type(x).__name__}. "
             "Each tensor has a residual of its own: call once for each leaf."

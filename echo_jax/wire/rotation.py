@@ -40,7 +40,8 @@ def transform(x: Blocks) -> Blocks:
 
 def rotate(x: Blocks, fmt: WireFormat) -> Blocks:
     """Into block coordinates; the identity when the format does not rotate."""
-    # Scaled before the sum, so that values near the float32 limit do not overflow.
+    # Scaled before the sum: a block overflows only within a factor of
+    # block_size * 2**-forward_exponent of the float32 limit.
     return transform(x * 2.0**-fmt.forward_exponent) if fmt.rotate else x
 
 

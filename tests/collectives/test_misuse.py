@@ -1,5 +1,7 @@
 """Odd calls: the message says what was given, what is needed and the way out."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -20,6 +22,11 @@ def _refused(call, error, match, *, mode="vmap"):
 
 def _psum(x, residual, axis_name="tp", config=CONFIG):
     return echo.echo_psum(x, residual, axis_name, config=config)[0]
+
+
+def _of_axis(residual, axis_name):
+    layout = dataclasses.replace(residual.layout, axis_names=(axis_name,))
+    return dataclasses.replace(residual, layout=layout)
 
 
 def _residual(x, axis_name="tp", config=CONFIG, **options):
@@ -46,7 +53,7 @@ WRONG = {
         ),
         "block_size.*32.*64",
     ),
-    "axis": (lambda x: _residual(x, ("tp",)), r"axis_name.*'tp',.*'tp'"),
+    "axis": (lambda x: _of_axis(_residual(x), "dp"), r"axis names.*'dp',.*'tp'"),
     "leaves": (
         lambda x: jax.tree.map(lambda leaf: leaf[:1], _residual(x)),
         r"send shape.*\(1, 2, 64\).*\(4, 2, 64\)",
@@ -122,6 +129,10 @@ def test_no_feedback_passes_the_residual_by_unpaid():
     assert owed.send.any()
     none = on_ranks(lambda x: (x, _residual(x, config=silent)))(X)[1]
     assert none is None
+
+
+def test_one_axis_may_be_written_as_a_tuple():
+    on_ranks(lambda x: _psum(x, _residual(x, ("tp",))))(X)
 
 
 @pytest.mark.parametrize("axis_name", ["model", None, ("tp", "model")])

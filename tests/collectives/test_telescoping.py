@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import echo_jax as echo
+from tests import oracle
 from tests.ranks import draw, on_ranks
 
 CALLS = 72
@@ -67,8 +68,6 @@ def test_c21_outputs_and_what_flush_pays_are_the_sum_of_all_inputs(bits, ranks):
     owed = np.asarray(residual.send, np.float64).sum(axis=0)
     owed = owed + np.asarray(residual.reduce, np.float64)
     fmt = _config(bits).format
-    from tests import oracle
-
     twin = oracle.Format(fmt.bits, fmt.block_size, fmt.rotate)
     missing = exact.sum(axis=0) - ys[:, 0].astype(np.float64).sum(axis=0)
     owed = oracle.from_blocks(oracle.unrotate(owed, twin), SHAPE)
@@ -82,9 +81,8 @@ def test_c21_outputs_and_what_flush_pays_are_the_sum_of_all_inputs(bits, ranks):
     assert _relative_error(free, exact, CALLS) >= 5 * late
 
 
-def _config_error_bound(config, xs):
-    from tests import oracle
-
+def _bound(config, xs):
+    """What every call on ``(calls, ranks, ...)`` keeps to, in block coordinates."""
     fmt = oracle.Format(
         config.format.bits, config.format.block_size, config.format.rotate
     )
@@ -94,7 +92,7 @@ def _config_error_bound(config, xs):
         ranks=xs.shape[1],
         peak=max(oracle.block_peak(x, fmt) for x in xs.reshape(-1, *xs.shape[2:])),
         sum_peak=max(oracle.block_peak(x, fmt) for x in exact),
-    ).stream
+    )
 
 
 @pytest.mark.parametrize("residual_dtype", ["float32", "bfloat16"])
@@ -122,16 +120,14 @@ def test_error_is_flat_from_2_to_64_ranks():
         config = _config(4)
         xs = _inputs(6, ranks, 4, 1024)
         exact = xs.astype(np.float64).sum(axis=1)
-        ys, *_ = _stream(xs, config)
+        ys, _, residual, _ = _stream(xs, config)
         errors[ranks] = _relative_error(ys, exact, 6)
         # The worst case that the bound allows grows like the ranks; it holds.
-        from tests import oracle
-
-        twin = oracle.Format(4, 64, True)
+        twin, bound = oracle.Format(4, 64, True), _bound(config, xs)
         missing = ys[:, 0].astype(np.float64).sum(axis=0) - exact.sum(axis=0)
-        assert oracle.block_error(missing, 0 * missing, twin) <= _config_error_bound(
-            config, xs
-        )
+        assert oracle.block_error(missing, 0 * missing, twin) <= bound.stream
+        assert np.abs(residual.send).max() <= bound.send_residual
+        assert np.abs(residual.reduce).max() <= bound.reduce_residual
     assert max(errors.values()) <= 1.15 * min(errors.values())
 
 

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import echo_jax as echo
@@ -26,22 +27,27 @@ def _two_calls(x, axis_name):
     return ys, rest
 
 
+_on_simulated_ranks = on_ranks(lambda x: _two_calls(x, "tp"))
+
+
 def _alone(parts):
     """The same on simulated ranks that know of no other axis."""
-    ys, rest = on_ranks(lambda x: _two_calls(x, "tp"))(parts)
+    ys, rest = _on_simulated_ranks(parts)
     return np.asarray(ys)[0], np.asarray(rest)[0]
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize(
-    ("sizes", "axis_name"),
+    ("sizes", "axis_name", "check_vma"),
     [
-        ({"dp": 2, "tp": 4}, "tp"),
-        ({"dp": 2, "tp": 4}, "dp"),
-        ({"dp": 2, "tp": 4}, ("dp", "tp")),
-        ({"dp": 2, "tp": 4}, ("tp", "dp")),
-        ({"pp": 2, "dp": 2, "tp": 2}, "dp"),
-        ({"pp": 2, "dp": 2, "tp": 2}, ("pp", "tp")),
+        ({"dp": 2, "tp": 4}, "tp", True),
+        ({"dp": 2, "tp": 4}, "tp", False),
+        ({"dp": 2, "tp": 4}, "dp", True),
+        ({"dp": 2, "tp": 4}, ("dp", "tp"), True),
+        ({"dp": 2, "tp": 4}, ("tp", "dp"), True),
+        ({"dp": 2, "tp": 4}, ("tp", "dp"), False),
+        ({"pp": 2, "dp": 2, "tp": 2}, "dp", True),
+        ({"pp": 2, "dp": 2, "tp": 2}, ("pp", "tp"), True),
+        ({"pp": 2, "dp": 2, "tp": 2}, ("pp", "tp"), False),
     ],
     ids=str,
 )
@@ -86,6 +92,51 @@ def test_c11_groups_of_a_larger_mesh_do_what_they_would_alone(
         exact = 1.5 * inputs.astype(np.float64).sum(axis=0)
         total = outputs[0].astype(np.float64).sum(axis=0) + rests[0]
         assert np.linalg.norm(total - exact) <= 2e-5 * np.linalg.norm(exact)
+
+
+def test_c11_a_shard_map_over_one_axis_only_and_an_explicit_mesh():
+    """The other axis left to the compiler, or a mesh whose types are in the arrays."""
+    x = draw(0, 2, 4, 5, 70)
+
+    def body(x):
+        residual = echo.init_residual(x[:, 0], "tp", config=CONFIG)
+        y, _ = echo.echo_psum(x[:, 0], residual, "tp", config=CONFIG)
+        return y[:, None]
+
+    whole, part = P("dp", "tp"), P(None, "tp")
+    devices = mesh(dp=2, tp=4)
+    full = jax.jit(jax.shard_map(body, mesh=devices, in_specs=whole, out_specs=whole))(
+        x
+    )
+    only = jax.shard_map(
+        body, mesh=devices, in_specs=part, out_specs=part, axis_names={"tp"}
+    )
+    placed = jax.device_put(x, NamedSharding(devices, whole))
+    np.testing.assert_array_equal(jax.jit(only)(placed), full)
+    explicit = jax.make_mesh((2, 4), ("dp", "tp"), axis_types=(AxisType.Explicit,) * 2)
+    with jax.set_mesh(explicit):
+        placed = jax.device_put(x, NamedSharding(explicit, whole))
+        run = jax.jit(jax.shard_map(body, in_specs=whole, out_specs=whole))
+        typed = run(placed)
+    np.testing.assert_array_equal(typed, full)
+
+
+def test_64_bit_mode_changes_no_bit():
+    x = draw(0, 4, 5, 70)
+
+    def run(x):
+        def body(x):
+            residual = echo.init_residual(x, "tp", config=CONFIG)
+            return echo.echo_psum(x, residual, "tp", config=CONFIG)
+
+        return on_ranks(body)(x)
+
+    short = run(x)
+    with jax.enable_x64(True):
+        long = run(x)
+    for a, b in zip(jax.tree.leaves(short), jax.tree.leaves(long), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(bits_of(a), bits_of(b))
 
 
 def test_c11_gradients_on_one_axis_are_of_that_axis():

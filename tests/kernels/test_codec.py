@@ -2,7 +2,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import echo_jax
@@ -11,7 +11,13 @@ from tests import oracle
 from tests.ranks import bits_of, draw
 
 BITS = (2, 3, 4, 6, 8)
-BLOCKS = (16, 32, 256)
+BLOCKS = (16, 32, 64, 128, 256)
+# Every width and every block size by default, every pair of them among the long tests.
+GRID = [
+    pytest.param(bits, block_size, marks=[pytest.mark.long] * (i not in (j, j + 1)))
+    for i, bits in enumerate(BITS)
+    for j, block_size in enumerate(BLOCKS)
+]
 DTYPES = ("float32", "bfloat16", "float16")
 
 # One compilation each; op by op takes ten times as long.
@@ -21,8 +27,7 @@ dequantize = jax.jit(
 )
 
 
-@pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("block_size", BLOCKS)
+@pytest.mark.parametrize(("bits", "block_size"), GRID)
 def test_bytes_without_rotation_are_those_of_the_oracle(bits, block_size):
     fmt = WireFormat(bits=bits, block_size=block_size, rotate=False)
     twin = oracle.Format(bits, block_size, False)
@@ -35,8 +40,7 @@ def test_bytes_without_rotation_are_those_of_the_oracle(bits, block_size):
     np.testing.assert_array_equal(back, expected)
 
 
-@pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("block_size", BLOCKS)
+@pytest.mark.parametrize(("bits", "block_size"), GRID)
 def test_bytes_with_rotation_differ_only_at_rounding_edges(bits, block_size):
     fmt = WireFormat(bits=bits, block_size=block_size, rotate=True)
     twin = oracle.Format(bits, block_size, True)
@@ -55,6 +59,7 @@ def test_bytes_with_rotation_differ_only_at_rounding_edges(bits, block_size):
     np.testing.assert_array_equal(back, expected)
 
 
+@settings(max_examples=12)
 @given(
     shape=st.lists(st.integers(0, 40), max_size=4).map(tuple),
     bits=st.sampled_from(BITS),

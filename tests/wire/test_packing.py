@@ -1,3 +1,4 @@
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -48,18 +49,20 @@ def test_scales_are_bfloat16_little_endian():
 
 
 @pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("block_size", [16, 64, 256])
+@pytest.mark.parametrize("block_size", [16, 256])
 def test_payload_is_all_codes_then_all_scales(bits, block_size):
     fmt = WireFormat(bits=bits, block_size=block_size)
     rng = np.random.default_rng(bits * block_size)
     codes = rng.integers(0, 2**bits, (3, 5, block_size), dtype=np.uint8)
     scales = oracle.round_bf16(rng.random((3, 5), np.float32) * 1e3)
-    payload = packing.join(jnp.asarray(codes), jnp.asarray(scales), fmt)
+    join = jax.jit(packing.join, static_argnames="fmt")
+    payload = join(jnp.asarray(codes), jnp.asarray(scales), fmt=fmt)
     assert payload.shape == (3, 5 * fmt.block_bytes)
     assert payload.dtype == jnp.uint8
     twin = oracle.Format(bits, block_size, fmt.rotate)
     for row, row_codes, row_scales in zip(payload, codes, scales, strict=True):
         assert np.asarray(row).tobytes() == oracle.pack(row_codes, row_scales, twin)
-    read_codes, read_scales = packing.split(payload, fmt)
+    split = jax.jit(packing.split, static_argnames="fmt")
+    read_codes, read_scales = split(payload, fmt=fmt)
     np.testing.assert_array_equal(read_codes, codes)
     np.testing.assert_array_equal(read_scales, scales)
