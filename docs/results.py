@@ -168,6 +168,28 @@ def format_table(folder: pathlib.Path) -> str:
     return _table(("format", *kinds_of), rows)
 
 
+def outlier_table(folder: pathlib.Path) -> str:
+    """What an event half-way does to the error, and how long."""
+    found: dict[tuple, dict[str, float]] = {}
+    for record in read(folder, "outliers.jsonl"):
+        c = record["config"]
+        dtype = c.get("residual_dtype", "no feedback")
+        key = (c["event"], c["size"], c["bits"], not c["rotate"], dtype)
+        found.setdefault(key, {})[record["metric"]] = record["value"]
+    rows = [
+        (
+            f"{event.replace('_', ' ')} {size:,.0f}, {bits} bits, "
+            f"{'not rotated' if plain else 'rotated'}, {dtype}",
+            f"{cell['peak_error_ratio']:.3g}",
+            f"{cell['final_error_ratio']:.3g}",
+            f"{cell['recovery_calls']:.0f}" if "recovery_calls" in cell else "-",
+        )
+        for (event, size, bits, plain, dtype), cell in sorted(found.items())
+    ]
+    head = ("event", "largest error", "final error", "calls to recover")
+    return _table(head, rows) if rows else NOTHING
+
+
 def gradient_table(folder: pathlib.Path) -> str:
     """Relative error of the gradient, by variant."""
     records = read(folder, "gradient_error.jsonl")
@@ -223,6 +245,7 @@ TABLES: dict[str, Callable[[pathlib.Path], str]] = {
     "depth": depth_table,
     "bound": bound_table,
     "format": format_table,
+    "outliers": outlier_table,
     "gradient": gradient_table,
     "training": training_table,
     "links": link_table,
@@ -237,6 +260,9 @@ SECTIONS = (
      "block 64, rotated."),
     ("Error of each format", "error_bound", "format",
      "Relative error as above, after 20 calls on 8 ranks with feedback."),
+    ("Outliers and shifts", "outliers", "outliers",
+     "Error in the values that are no outliers, over that before the event; a dash "
+     "where there is no level to return to or a block has not returned to it."),
     ("Error of gradients", "gradient_error", "gradient",
      "Against the exact gradient of the same trained decoder, over 8 simulated ranks."),
     ("Training", "train_seeds", "training",

@@ -249,6 +249,36 @@ def test_norm_after_the_sum_lets_errors_grow():
     assert growth(norm(ys), norm(exact)) >= 2
 
 
+# Outliers and shifts
+
+
+def test_what_a_spike_leaves_shrinks_by_c_a_call():
+    rng = np.random.default_rng(10)
+    for bits in (2, 4):
+        twin = oracle.Format(bits, 64, False)
+        c = contraction(echo.WireFormat(bits=bits))
+        owed = np.zeros((100, 64), np.float32)
+        x = rng.uniform(-1, 1, (20, 100, 64)).astype(np.float32)
+        usual = c / (1 - c)  # of values up to 1
+        x[0, :, 17] = 1e4
+        left = []
+        for call in x:
+            owed = oracle.quantize_blocks(call + owed, twin)[2]
+            left.append(np.abs(owed).max())
+        assert left[0] == pytest.approx(c * 1e4, rel=0.01)
+        for before, after in itertools.pairwise(left):
+            assert after - usual <= c * max(before - usual, 0) + 1e-4
+        assert left[-1] <= usual
+
+
+def test_equal_magnitudes_are_represented_nearly_exactly():
+    x = 1e4 * np.sign(draw(11, 100, 64)).astype(np.float32)
+    for bits in (2, 4, 8):
+        error = round_trip(x, bits=bits, rotate=False)
+        # Up to the rounding of the scale to 8 significant bits.
+        assert np.abs(error).max() <= 2.0**-8 * 1e4
+
+
 # The two ends
 
 
