@@ -6,13 +6,20 @@ import functools
 import os
 import pathlib
 import sys
+from collections.abc import Callable
 from typing import Annotated, Literal
 
+import jax
 import tyro
+from rich import progress
+from rich.console import Console
 
 from echo_jax.collectives import explain
 from echo_jax.config import EchoConfig
-from echo_jax.training.config import TrainConfig
+from echo_jax.records import RecordWriter
+from echo_jax.training.config import TrainConfig, Variant
+from echo_jax.training.loop import Comparison, compare, prepare
+from echo_jax.training.report import plot_curves, summary_table
 
 Device = Literal["cpu", "default"]
 
@@ -61,51 +68,62 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         command = tyro.cli(Command, prog="echo-jax", args=arguments)
         if isinstance(command, Explain):
-            return _explain(command)
-        return _train(command)
-    except ValueError as error:
+            finish = _explain(command)
+        else:
+            finish = _prepare_training(command)
+    except (ValueError, OSError) as error:
         print(f"echo-jax: {error}", file=sys.stderr)
         return 2
+    try:
+        return finish()
     except KeyboardInterrupt:
         print("echo-jax: stopped.", file=sys.stderr)
         return 130
 
 
-def _explain(command: Explain) -> int:
-    print(explain(command.shape, command.dtype, command.ranks, command.config))
-    return 0
+def _explain(command: Explain) -> Callable[[], int]:
+    if not command.shape:
+        raise ValueError("explain needs a shape, such as: echo-jax explain 8 4096")
+    text = str(explain(command.shape, command.dtype, command.ranks, command.config))
+
+    def finish() -> int:
+        print(text)
+        return 0
+
+    return finish
 
 
-def _train(command: Train) -> int:
-    from rich.console import Console
-
+def _prepare_training(command: Train) -> Callable[[], int]:
+    """Checks everything that can be wrong; the rest is for the function returned."""
     config = command.config
-    mesh = config.mesh
     if command.device == "cpu":
-        use_cpu_devices(mesh.size)
-    from echo_jax.records import RecordWriter
-    from echo_jax.training.loop import compare
-    from echo_jax.training.report import plot_curves, summary_table
-
-    console = Console()
+        use_cpu_devices(config.mesh.size)
     folder = command.out or pathlib.Path("runs", f"train-{config.seed}")
-    metrics = folder / "metrics.jsonl"
-    if metrics.exists():
+    if (folder / "metrics.jsonl").exists():
         raise ValueError(
-            f"{metrics} holds a run already: choose another folder with --out, or "
+            f"{folder} holds a run already: choose another folder with --out, or "
             "remove it."
         )
+    runs = prepare(config)
+    folder.mkdir(parents=True, exist_ok=True)
+    return functools.partial(_train, runs, folder)
+
+
+def _train(runs: Comparison, folder: pathlib.Path) -> int:
+    console, config = Console(), runs.config
     console.print(
         f"{config.model.num_layers} layers of width {config.model.width} on a mesh of "
-        f"{mesh.data_ranks} data x {mesh.tensor_ranks} tensor ranks; {config.steps} "
-        f"steps of {config.data.batch_size} x {config.data.length} bytes for each of "
-        f"{', '.join(config.variants)}. Ctrl-C stops and keeps what was measured."
+        f"{config.mesh.data_ranks} data x {config.mesh.tensor_ranks} tensor ranks; "
+        f"{config.steps} steps of {config.data.batch_size} x {config.data.length} "
+        f"bytes of {runs.training.size:,} for each of {', '.join(config.variants)}. "
+        "Ctrl-C stops and keeps what was measured."
     )
+    metrics, curves = folder / "metrics.jsonl", folder / "curves.png"
     with _progress(config, console) as advance:
-        results, stopped = compare(config, RecordWriter(metrics), advance)
+        results, stopped = compare(runs, RecordWriter(metrics), advance)
     console.print(summary_table(results, config.model.dtype))
-    plot_curves(results, folder / "curves.png")
-    console.print(f"Figures in {metrics}, curves in {folder / 'curves.png'}.")
+    plot_curves(results, curves)
+    console.print(f"Figures in {metrics}, curves in {curves}.")
     if stopped:
         console.print("Stopped by Ctrl-C: a dash marks what was not measured.")
     return 130 if stopped else 0
@@ -119,8 +137,6 @@ def use_cpu_devices(count: int) -> None:
     """
     # With fewer threads than devices the ranks' rendezvous can dead-lock.
     os.environ.setdefault("NPROC", str(max(16, 2 * count)))
-    import jax
-
     jax.config.update("jax_platforms", "cpu")
     try:
         jax.config.update("jax_num_cpu_devices", count)
@@ -132,31 +148,26 @@ def use_cpu_devices(count: int) -> None:
             ) from error
 
 
-def _progress(config: TrainConfig, console):
-    """A context manager around a bar for each variant; calls advance it."""
-    from rich import progress
+@contextlib.contextmanager
+def _progress(config: TrainConfig, console: Console):
+    """A bar for each variant; yields the function that advances them."""
+    columns = (
+        progress.TextColumn("{task.description:>12}"),
+        progress.BarColumn(),
+        progress.MofNCompleteColumn(),
+        progress.TimeElapsedColumn(),
+        progress.TimeRemainingColumn(),
+        progress.TextColumn("loss {task.fields[loss]}"),
+    )
+    with progress.Progress(*columns, console=console) as bar:
+        new = functools.partial(bar.add_task, total=config.steps, loss="-")
+        tasks = {name: new(name, start=False) for name in config.variants}
 
-    @contextlib.contextmanager
-    def bars():
-        columns = (
-            progress.TextColumn("{task.description:>12}"),
-            progress.BarColumn(),
-            progress.MofNCompleteColumn(),
-            progress.TimeElapsedColumn(),
-            progress.TimeRemainingColumn(),
-            progress.TextColumn("loss {task.fields[loss]}"),
-        )
-        with progress.Progress(*columns, console=console) as bar:
-            new = functools.partial(bar.add_task, total=config.steps, loss="-")
-            tasks = {name: new(name, start=False) for name in config.variants}
+        def advance(variant: Variant, done: int, loss: float) -> None:
+            bar.start_task(tasks[variant])
+            bar.update(tasks[variant], completed=done, loss=f"{loss:.4f}")
 
-            def advance(variant, done, loss):
-                bar.start_task(tasks[variant])
-                bar.update(tasks[variant], completed=done, loss=f"{loss:.4f}")
-
-            yield advance
-
-    return bars()
+        yield advance
 
 
 if __name__ == "__main__":

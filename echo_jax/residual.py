@@ -42,6 +42,12 @@ class Residual:
     Opaque: make it with :func:`init_residual`, hand it from call to call, let
     :func:`echo_jax.flush` pay it. A pytree of two float arrays that differ from rank to
     rank, so that it can be a scan carry, its own cotangent, or a checkpointed state.
+
+    Thread it through the calls in a line: each call takes what the one before returned.
+    A residual that two calls take is paid twice. Its cotangent carries the backward
+    errors and is no gradient: keep it out of optimizers. To keep one across jitted
+    steps, pass it through ``shard_map`` with the prefix spec
+    ``PartitionSpec(axis_name)`` going in and coming out.
     """
 
     # Not typed as arrays of these shapes: transformations put their own leaves in a
@@ -66,7 +72,7 @@ def init_residual(
     Args:
       x: a rank's tensor, or its shape. Under ``check_vma=True`` on a mesh with more
         axes hand in the tensor itself: the residual then varies along the same axes,
-        as a scan carry must.
+        as a scan carry must (JAX says otherwise that carry types differ).
       axis_name: the axis (or axes) of the calls.
       config: the configuration of the calls: block size, rotation, residual dtype.
       scatter_dimension: only for ``echo_psum_scatter`` along the last dimension, whose

@@ -17,7 +17,7 @@ import tyro
 
 from echo_jax.cli import use_cpu_devices
 from echo_jax.records import Record, RecordWriter, read_records
-from echo_jax.training import DataConfig, TrainConfig, compare
+from echo_jax.training import DataConfig, TrainConfig, compare, prepare
 from echo_jax.training.loop import gap_percent
 
 RESULTS = pathlib.Path(__file__).parent / "results" / "train_seeds.jsonl"
@@ -50,7 +50,8 @@ def finished(settings: Settings) -> dict[str, dict[int, float]]:
     for record in read_records(settings.out):
         config = record["config"]
         same = config["steps"] == settings.config.steps
-        same = same and config["layers"] == settings.config.model.num_layers
+        model = config.get("model")  # the means over seeds have none
+        same = same and model == dataclasses.asdict(settings.config.model)
         if same and record["metric"] == "heldout_gap_percent":
             gaps.setdefault(config["variant"], {})[record["seed"]] = record["value"]
     return gaps
@@ -59,7 +60,7 @@ def finished(settings: Settings) -> dict[str, dict[int, float]]:
 def run(settings: Settings, seed: int, writer: RecordWriter) -> None:
     """Every variant of one seed; leaves the program if the user stops it."""
     config = dataclasses.replace(settings.config, seed=seed)
-    results, stopped = compare(config, writer, lambda *_: None)
+    results, stopped = compare(prepare(config), writer, lambda *_: None)
     for result in results:
         gap = gap_percent(result, results[0])
         if gap is not None:

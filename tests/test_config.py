@@ -60,5 +60,5 @@ def test_exact_is_exact_at_any_size_and_changes_nothing_else():
     exact = config.exact()
     assert exact.is_exact
     assert not config.is_exact
-    assert dataclasses.replace(exact, min_bytes=0) == config
+    assert dataclasses.replace(exact, path="auto") == config
     assert exact.exact() == exact

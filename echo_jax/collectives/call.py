@@ -26,6 +26,12 @@ def prepare(
       TypeError: if ``x`` is not one array, or the other arguments not what they should
         be.
     """
+    if residual is not None and not isinstance(residual, Residual):
+        raise TypeError(
+            f"{verb}: residual must be a Residual or None, got "
+            f"{type(residual).__name__}. Make one with echo_jax.init_residual(x, "
+            "axis_name, config=config); the arguments are (x, residual, axis_name)."
+        )
     axes.axis_size(axis_name)
     if not isinstance(config, EchoConfig):
         raise TypeError(
@@ -39,12 +45,6 @@ def prepare(
         )
     x = jnp.asarray(x)
     check_dtype(x.dtype)
-    if residual is not None and not isinstance(residual, Residual):
-        raise TypeError(
-            f"{verb}: residual must be a Residual or None, got "
-            f"{type(residual).__name__}. Make one with echo_jax.init_residual(x, "
-            "axis_name, config=config); the arguments are (x, residual, axis_name)."
-        )
     return x
 
 

@@ -48,7 +48,11 @@ def pvary(x: AnyFloat, axis_name: AxisName) -> AnyFloat:
 
     Returns:
       ``x``.
+
+    Raises:
+      ValueError: where types are tracked, if ``x`` already varies along the axis.
     """
+    axes.check_invariant("pvary", x, axis_name)
     return _pvary(x, axis_name)
 
 
@@ -94,8 +98,8 @@ def _psum(x, axis_name):
 
 
 _psum.defvjp(
-    lambda x, axis_name: (lax.psum(x, axis_name), None),
-    lambda axis_name, _, ct: (_vary(ct, axis_name),),
+    lambda x, axis_name: (_psum(x, axis_name), None),
+    lambda axis_name, _, ct: (_pvary(ct, axis_name),),
 )
 
 
@@ -105,6 +109,6 @@ def _pvary(x, axis_name):
 
 
 _pvary.defvjp(
-    lambda x, axis_name: (_vary(x, axis_name), None),
-    lambda axis_name, _, ct: (lax.psum(ct, axis_name),),
+    lambda x, axis_name: (_pvary(x, axis_name), None),
+    lambda axis_name, _, ct: (_psum(ct, axis_name),),
 )

@@ -7,6 +7,10 @@ from echo_jax.layers.partitioning import check_divides
 
 Remat = Literal["none", "layer", "save_sums"]
 
+# Vocabularies are padded to a multiple of this, and so fit every axis that divides it.
+VOCAB_MULTIPLE = 64
+_DTYPES = ("float32", "bfloat16", "float16")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
@@ -28,8 +32,9 @@ class DecoderConfig:
     tied_embeddings: bool = False  # read out with the embedding table
     dtype: str = "float32"  # of the computation, and so of the partial sums
     param_dtype: str = "float32"  # of the parameters
-    # What the backward pass recomputes: nothing; each layer, its sums included; each
-    # layer except its sums, so that no collective runs twice.
+    # What the backward pass recomputes: nothing; each layer, its first sum included; or
+    # (the one to use where memory is short) each layer except its sums, so that no
+    # collective runs twice.
     remat: Remat = "none"
 
     def __post_init__(self):
@@ -52,6 +57,11 @@ class DecoderConfig:
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} must be even for rotation.")
+        for name in ("dtype", "param_dtype"):
+            if getattr(self, name) not in _DTYPES:
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} must be one of {_DTYPES}."
+                )
         if self.remat not in ("none", "layer", "save_sums"):
             raise ValueError(
                 f"remat={self.remat!r} must be 'none', 'layer' or 'save_sums'."
@@ -63,11 +73,13 @@ class DecoderConfig:
         return 2 * self.num_layers
 
     def check_ranks(self, ranks: int, axis_name: str = "tensor") -> None:
-        """Refuses a tensor-parallel axis that does not divide heads or hidden features.
+        """Refuses a tensor-parallel axis that does not divide what it must cut.
 
         Raises:
           ValueError: naming the first size that does not fit.
         """
+        padded = -(-self.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+        check_divides("padded vocabulary", padded, ranks, axis_name)
         check_divides("num_heads", self.num_heads, ranks, axis_name)
         check_divides("num_kv_heads", self.num_kv_heads, ranks, axis_name)
         check_divides("mlp_width", self.mlp_width, ranks, axis_name)

@@ -18,13 +18,10 @@ from echo_jax.layers import (
     VocabParallelReadout,
     vocab_parallel_cross_entropy,
 )
-from echo_jax.models.config import DecoderConfig
+from echo_jax.models.config import VOCAB_MULTIPLE, DecoderConfig
 from echo_jax.plan import DepthPlan, group_by_config
 from echo_jax.residual import Residual, init_residual
 from echo_jax.typing import AnyFloat
-
-# Vocabularies are padded to a multiple of this, and so fit every axis that divides it.
-VOCAB_MULTIPLE = 64
 
 
 class LayerPlan(NamedTuple):
