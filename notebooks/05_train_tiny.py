@@ -30,7 +30,7 @@ use_cpu_devices(4)  # before any computation; leave out on GPUs
 
 from echo_jax.models import DecoderConfig
 from echo_jax.records import RecordWriter, read_records
-from echo_jax.training import DataConfig, MeshConfig, TrainConfig, compare
+from echo_jax.training import DataConfig, MeshConfig, TrainConfig, compare, prepare
 
 # %%
 CONFIG = TrainConfig(
@@ -42,7 +42,7 @@ CONFIG = TrainConfig(
     steps=60,
 )
 metrics = pathlib.Path(tempfile.mkdtemp()) / "metrics.jsonl"
-results, _ = compare(CONFIG, RecordWriter(metrics), lambda *_: None)
+results, _ = compare(prepare(CONFIG), RecordWriter(metrics), lambda *_: None)
 
 # %%
 plt.figure(figsize=(6, 3.2))
