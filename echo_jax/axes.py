@@ -77,7 +77,7 @@ def varying_axes(x: jax.Array) -> frozenset[Hashable]:
     return jax.typeof(x).manual_axis_type.varying
 
 
-def to_varying(x: AnyFloat, axes: frozenset[Hashable]) -> AnyFloat:
+def to_varying(x: jax.Array, axes: frozenset[Hashable]) -> jax.Array:
     """Types ``x`` as varying along ``axes`` too. Its transpose is an exact psum."""
     missing = tuple(sorted(axes - varying_axes(x), key=str))
     return lax.pcast(x, missing, to="varying") if missing else x

@@ -9,7 +9,7 @@ from echo_jax.wire.format import WireFormat
 
 Backend = Literal["auto", "xla", "triton", "pallas"]
 Path = Literal["auto", "exact"]
-ResidualDtype = Literal["float32", "bfloat16"]
+ResidualDtype = Literal["float32", "bfloat16", "int8", "int4"]
 
 # Under a quarter of a MiB the launches and the two exchanges cost more than the bytes
 # they save; decode steps of a few tokens are far below it.
@@ -35,7 +35,9 @@ class EchoConfig:
     # size only; 0 never takes the exact path. In bytes of the rank's x.
     min_bytes: int = DEFAULT_MIN_BYTES
     path: Path = "auto"  # "exact" takes the exact path whatever the size
-    residual_dtype: ResidualDtype = "bfloat16"  # how the residual is kept between calls
+    # How the residual is kept between calls; "int8" and "int4" are a byte and half a
+    # byte a value and a scale a block, in a float container (see wire/compact.py).
+    residual_dtype: ResidualDtype = "bfloat16"
     # Pieces that echo_psum cuts a message into, to overlap codec and transport.
     num_chunks: int = 1
     backend: Backend = "auto"  # who runs the codec; checked when a call is made
