@@ -84,6 +84,7 @@ print(f"at the lowest frequency: {power[True][1] / white:.4f}")
 from echo_jax.layers import merge_module, split_module, split_ranks
 from echo_jax.models import Decoder, DecoderConfig
 from echo_jax.training import (
+    DataConfig,
     MeshConfig,
     OptimizerConfig,
     create_state,
@@ -96,14 +97,13 @@ from echo_jax.training import data as text_data
 MODEL = DecoderConfig(
     num_layers=6, width=64, num_heads=4, num_kv_heads=4, head_dim=16, mlp_width=128
 )
-STEPS, LENGTH, TENSOR_RANKS = 100, 64, 4
-text, _ = text_data.split_heldout(text_data.read_text(None), LENGTH)
+STEPS, TENSOR_RANKS = 100, 4
+SIZES = DataConfig(batch_size=8, length=64)
+text, _ = text_data.split_heldout(text_data.read_text(None), SIZES.length)
 
 
 def batch(step):
-    return jnp.asarray(
-        text_data.draw_batch(text, batch_size=8, length=LENGTH, seed=0, step=step)
-    )
+    return jnp.asarray(text_data.draw_batch(text, sizes=SIZES, seed=0, step=step))
 
 
 optimizer = make_optimizer(OptimizerConfig(), STEPS)
