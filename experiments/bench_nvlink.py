@@ -44,6 +44,7 @@ class Settings:
         *(64 * MIB, 256 * MIB, 1024 * MIB, 2048 * MIB),
     )  # bytes of a rank's bfloat16 message
     seconds: float = 420.0  # after which no further measurement is begun
+    pieces: tuple[int, ...] = (2, 4, 8)  # that a message is cut into, besides one
     repetitions: int = 7  # of each chain; the median counts
     chain: int = 16  # dependent sums that are timed together; 4 of large ones
     model_width: int = 4096  # of the decoder
@@ -61,10 +62,10 @@ class Case:
     config: echo.EchoConfig | None  # None: lax.psum
 
 
-def cases() -> list[Case]:
+def cases(settings: Settings) -> list[Case]:
     """The exact sum first: it is the baseline of the others."""
 
-    def config(bits=4, rotate=True, residual="bfloat16", pieces=1, feedback=True):
+    def config(bits=4, rotate=True, residual="int8", pieces=1, feedback=True):
         return echo.EchoConfig(
             format=echo.WireFormat(bits=bits, rotate=rotate),
             feedback=feedback,
@@ -77,13 +78,11 @@ def cases() -> list[Case]:
         Case("psum bf16", None),
         Case("default settings", echo.EchoConfig()),
         Case("4 bits", config()),
-        Case("4 bits, bf16 residual", config(residual="bfloat16")),
+        Case("4 bits, int4 residual", config(residual="int4")),
         Case("4 bits, not rotated", config(rotate=False)),
         Case("4 bits, no feedback", config(feedback=False)),
         Case("8 bits", config(bits=8)),
-        Case("4 bits, 2 pieces", config(pieces=2)),
-        Case("4 bits, 4 pieces", config(pieces=4)),
-        Case("4 bits, 8 pieces", config(pieces=8)),
+        *(Case(f"4 bits, {n} pieces", config(pieces=n)) for n in settings.pieces),
     ]
 
 
@@ -101,21 +100,21 @@ def chain(case: Case, mesh: Mesh, length: int) -> Callable:
     """A jitted run of dependent sums of the same tensor: ``(x, residual) -> ...``."""
 
     def local(x, residual):
-        x = y = x[0]
         for _ in range(length):
             if case.config is None:
-                y = lax.psum(x, AXIS)
+                y = lax.psum(x[0], AXIS)
             else:
-                y, residual = echo.echo_psum(x, residual, AXIS, config=case.config)
-            # The next sum waits for this one, at no cost, and is not merged with it.
-            x, _ = lax.optimization_barrier((x, y))
-        return y, residual
+                y, residual = echo.echo_psum(x[0], residual, AXIS, config=case.config)
+            # One value of the next message depends on this sum: it waits, is not the
+            # same as this one, and the message is changed in place.
+            x = x.at[0, 0, 0].add(1e-3 * y[0, 0])
+        return y, x, residual
 
     spec = PartitionSpec(AXIS)
     mapped = jax.shard_map(
-        local, mesh=mesh, in_specs=(spec, spec), out_specs=(PartitionSpec(), spec)
+        local, mesh=mesh, in_specs=(spec, spec), out_specs=(PartitionSpec(), spec, spec)
     )
-    return jax.jit(mapped, donate_argnums=1)
+    return jax.jit(mapped, donate_argnums=(0, 1))
 
 
 def start_residual(case: Case, mesh: Mesh, shape):
@@ -143,13 +142,13 @@ def message(mesh: Mesh, size: int):
     return draw()
 
 
-def check(mesh: Mesh) -> None:
+def check(settings: Settings, mesh: Mesh) -> None:
     """Sums agree with the exact one within the bound; all ranks hold the same bytes."""
     x = message(mesh, MIB)
     exact = np.asarray(x, np.float32).sum(axis=0)
-    for case in cases():
+    for case in cases(settings):
         residual = start_residual(case, mesh, x.shape[1:])
-        y, _ = chain(case, mesh, 1)(x, residual)
+        y, x, _ = chain(case, mesh, 1)(x, residual)
         copies = [np.asarray(shard.data) for shard in y.addressable_shards]
         assert all(copy.tobytes() == copies[0].tobytes() for copy in copies), case.name
         error = np.linalg.norm(copies[0].astype(np.float32) - exact)
@@ -166,16 +165,16 @@ def time_sums(settings: Settings, mesh: Mesh, writer: RecordWriter, clock: Clock
     for size in settings.sizes:
         x, baseline = message(mesh, size), None
         length = settings.chain if size <= 16 * MIB else 4
-        for case in cases():
+        for case in cases(settings):
             if clock.over():
                 continue
             run = chain(case, mesh, length)
             residual = start_residual(case, mesh, x.shape[1:])
-            y, residual = jax.block_until_ready(run(x, residual))
+            y, x, residual = jax.block_until_ready(run(x, residual))
             times = []
             for _ in range(settings.repetitions):
                 start = time.perf_counter()
-                y, residual = jax.block_until_ready(run(x, residual))
+                y, x, residual = jax.block_until_ready(run(x, residual))
                 times.append((time.perf_counter() - start) / length * 1e3)
             del y, residual
             median = statistics.median(times)
@@ -235,7 +234,7 @@ def decoder(settings: Settings) -> DecoderConfig:
 
 
 def plans() -> dict[str, echo.DepthPlan]:
-    config = echo.EchoConfig(residual_dtype="bfloat16")
+    config = echo.EchoConfig(residual_dtype="int8")
     return {
         "exact": echo.DepthPlan.uniform(config.exact()),
         "echo": echo.DepthPlan.uniform(config),
@@ -356,16 +355,17 @@ def main() -> None:
             seconds=60.0,
             repetitions=1,
             chain=2,
+            pieces=(2,),
             model_width=64,
             model_layers=1,
             model_lengths=(16,),
         )
     mesh = jax.make_mesh((jax.device_count(),), (AXIS,), axis_types=(AxisType.Auto,))
     writer, clock = RecordWriter(settings.out), Clock(settings.seconds)
-    check(mesh)
+    check(settings, mesh)
     print(f"correct on {mesh.size} x {jax.devices()[0].device_kind}", flush=True)
-    time_model(settings, mesh, writer, clock)
     time_sums(settings, mesh, writer, clock)
+    time_model(settings, mesh, writer, clock)
 
 
 if __name__ == "__main__":
