@@ -31,8 +31,17 @@ from echo_jax.wire.format import WireFormat
 # this part of itself.
 _SCALE_ROUNDING = 2.0**-8
 
-# What storing a residual between calls changes it by, relative to itself.
-_STORAGE_ROUNDING = {"float32": 0.0, "bfloat16": 2.0**-9}
+ResidualDtype = Literal["float32", "bfloat16", "int8", "int4"]
+
+# What storing a residual between calls changes it by at most, relative to the largest
+# that a rounding can leave: half a step of 255 or 15 in a scale for the integers, and
+# the hair by which compact.py makes the steps wider.
+_STORAGE_ROUNDING = {
+    "float32": 0.0,
+    "bfloat16": 2.0**-9,
+    "int8": (1.0 + 2.0**-5) / 255,
+    "int4": (1.0 + 2.0**-5) / 15,
+}
 
 # Steps of the integral over a Gaussian's largest of many magnitudes, and its end.
 _INTEGRAL_STEPS = 2000
@@ -115,7 +124,7 @@ def error_bound(
     sum_peak: float | None = None,
     calls: int | None = None,
     feedback: bool = True,
-    residual_dtype: Literal["float32", "bfloat16"] = "float32",
+    residual_dtype: ResidualDtype = "float32",
 ) -> ErrorBound:
     """Bounds the residuals and the error of a sum of ``echo_psum`` outputs.
 
@@ -130,16 +139,16 @@ def error_bound(
       calls: number of calls summed. Needed without feedback, where the error grows with
         it; with feedback the bound holds for every number of calls.
       feedback: whether each call repays the error of the one before.
-      residual_dtype: how residuals are kept between calls. Storing them in bfloat16
-        loses up to 1/512 of what is owed at every call, which is not repaid: ``calls``
-        is needed then as well.
+      residual_dtype: how residuals are kept between calls. Storing them loses up to
+        1/512 of what is owed in bfloat16, 1/247 in int8, 1/14 in int4, at every call,
+        and that is not repaid: ``calls`` is needed then as well.
 
     Returns:
       An :class:`ErrorBound`, in the units of ``peak``.
 
     Raises:
-      ValueError: if ``calls`` is missing without feedback or in bfloat16, or an
-        argument is out of range.
+      ValueError: if ``calls`` is missing without feedback or with a loss in storage, or
+        an argument is out of range.
 
     Example:
         >>> bound = error_bound(WireFormat(bits=4), ranks=8)
@@ -179,7 +188,7 @@ def typical_bound(
     sum_peak: float | None = None,
     calls: int | None = None,
     feedback: bool = True,
-    residual_dtype: Literal["float32", "bfloat16"] = "float32",
+    residual_dtype: ResidualDtype = "float32",
     failure: float = 0.01,
 ) -> ErrorBound:
     """Bounds the error that is to be expected, where :func:`error_bound` bounds any.
@@ -242,7 +251,7 @@ def typical_bound(
     if feedback:
         own = peak**2 / (1.0 - square)
         owner = (total**2 + 2.0 * ranks * square * own) / (1.0 - square)
-        # Storing w and v in bfloat16: errors of every call before the newest.
+        # What storing w and v lost in every call before the newest.
         growth = 1.0 if calls is None else 1.0 + 3.0 * (calls - 1) * loss**2
     else:
         assert calls is not None
@@ -285,8 +294,8 @@ def _storage_rounding(residual_dtype: str, calls: int | None, feedback: bool) ->
     loss = _STORAGE_ROUNDING[residual_dtype] if feedback else 0.0
     if loss and calls is None:
         raise ValueError(
-            "Residuals kept in bfloat16 lose a little at every call: pass calls=... to "
-            "error_bound(..., residual_dtype='bfloat16')."
+            f"Residuals kept in {residual_dtype} lose a little at every call: pass "
+            f"calls=... to error_bound(..., residual_dtype={residual_dtype!r})."
         )
     return loss
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import echo_jax as echo
+from echo_jax.wire import typical_bound
 from echo_jax.wire.bounds import contraction, gaussian_contraction, rotation_gain
 from tests import oracle
 from tests.ranks import draw, on_ranks
@@ -126,6 +127,30 @@ def test_forward_error_does_not_depend_on_depth_and_grows_with_ranks(bits):
     assert max(errors.values()) <= 1.1 * min(errors.values())
     worst = [echo.error_bound(fmt, ranks=n).stream for n in (8, 32)]
     assert worst[1] / worst[0] == pytest.approx(4.0)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8", "int4"])
+def test_bounds_cover_what_storing_residuals_loses(dtype):
+    config = echo.EchoConfig(min_bytes=0, residual_dtype=dtype)
+    ranks, calls = 4, 150
+    xs = draw(12, calls, ranks, 8, 256)
+    ys, _ = outputs(xs, config)
+    exact = xs.astype(np.float64).sum(axis=1)
+    missing = (ys - exact).cumsum(axis=0)
+    twin = oracle.Format(4, 64, True)
+    peak = max(oracle.block_peak(x, twin) for x in xs.reshape(-1, 8, 256))
+    sum_peak = max(oracle.block_peak(x.astype(np.float32), twin) for x in exact)
+    for call in (1, 10, calls):
+        kinds = {
+            "ranks": ranks,
+            "peak": peak,
+            "sum_peak": sum_peak,
+            "calls": call,
+            "residual_dtype": dtype,
+        }
+        error = oracle.block_error(missing[call - 1], 0 * missing[0], twin)
+        assert error <= typical_bound(config.format, values=2048, **kinds).stream
+        assert error <= echo.error_bound(config.format, **kinds).stream
 
 
 # Backward

@@ -117,7 +117,7 @@ def test_worst_case_holds_for_adversarial_inputs_and_storage(bits, loss):
         ({"values": 0}, "values >= 1"),
         ({"values": 1, "failure": 1.0}, "failure between"),
         ({"values": 1, "residual_dtype": "bfloat16"}, "pass calls="),
-        ({"values": 1, "residual_dtype": "int8"}, "not known"),
+        ({"values": 1, "residual_dtype": "int2"}, "not known"),
         ({"values": 1, "peak": math.nan}, "peak >= 0"),
     ],
 )
