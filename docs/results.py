@@ -226,19 +226,90 @@ def training_table(folder: pathlib.Path) -> str:
     return _table(head, rows)
 
 
-def link_table(folder: pathlib.Path) -> str:
-    """Every speed-up that a benchmark recorded."""
-    files = ("bench_network.jsonl", "bench_nvlink.jsonl", "bench_kernels.jsonl")
+def kernel_table(folder: pathlib.Path) -> str:
+    """Time of each stage at the reference setting: 1 GiB, 8 ranks, 4 bits, block 64."""
+    stages = ("send", "reduce", "return", "return_add", "total")
+    rows: dict[tuple[str, ...], dict[str, float]] = {}
+    for record in read(folder, "bench_kernels.jsonl"):
+        config = record["config"]
+        reference = {"message_bytes": 1 << 30, "ranks": 8, "block_size": 64, "bits": 4}
+        if record["metric"] == "codec_ms" and reference.items() <= config.items():
+            rotated = "rotated" if config["rotate"] else "not rotated"
+            row = (config["backend"], rotated, config["residual_dtype"])
+            rows.setdefault(row, {})[config["stage"]] = record["value"]
+    if not rows:
+        return NOTHING
+    cells = [
+        (*row, *(f"{times[s]:.3f}" if s in times else "-" for s in stages))
+        for row, times in sorted(rows.items())
+    ]
+    return _table(("backend", "rotation", "residual", *stages), cells)
+
+
+def nvlink_table(folder: pathlib.Path) -> str:
+    """Sums of one message: the exact time, and how much faster each case is."""
+    times: dict[int, float] = {}
+    ratios: dict[str, dict[int, float]] = {}
+    for record in read(folder, "bench_nvlink.jsonl"):
+        size, case = (record["config"].get(key) for key in ("message_bytes", "case"))
+        if record["metric"] == "allreduce_ms" and case == "psum bf16":
+            times[size] = record["value"]
+        elif record["metric"] == "allreduce_speedup" and case != "psum bf16":
+            ratios.setdefault(case, {})[size] = record["value"]
+    if not times:
+        return NOTHING
+    rows = [
+        (
+            f"{size / 2**20:,g} MiB",
+            f"{times[size]:.3f}",
+            *(
+                f"{ratio[size]:.2f}x" if size in ratio else "-"
+                for ratio in ratios.values()
+            ),
+        )
+        for size in sorted(times)
+    ]
+    return _table(("message", "psum bf16, ms", *ratios), rows)
+
+
+def model_table(folder: pathlib.Path) -> str:
+    """First token and training step of a decoder over the links."""
     rows = []
-    for file in files:
-        newest = {}
-        for r in read(folder, file):
-            newest[(r["metric"], json.dumps(r["config"], sort_keys=True))] = r
-        for (metric, config), r in newest.items():
-            kinds = ", ".join(f"{k} {v}" for k, v in json.loads(config).items())
-            device = str(r["device"])
-            rows.append((f"{metric}: {kinds}", f"{r['value']:.3g} {r['unit']}", device))
-    return _table(("what", "value", "device"), rows) if rows else NOTHING
+    records = read(folder, "bench_nvlink.jsonl")
+    for record in records:
+        name = {"ttft_ms": "time to first token", "step_ms": "training step"}.get(
+            record["metric"]
+        )
+        if name:
+            config = record["config"]
+            ratio = find(
+                records, metric=record["metric"].replace("_ms", "_speedup"), **config
+            )
+            rows.append(
+                (
+                    name,
+                    config["plan"],
+                    f"{config['parameters'] / 1e9:.2f} B",
+                    f"{config['length']:,}",
+                    f"{record['value']:.1f}",
+                    f"{ratio['value']:.2f}x" if ratio else "-",
+                )
+            )
+    head = ("what", "plan", "parameters", "tokens", "ms", "against exact")
+    return _table(head, rows) if rows else NOTHING
+
+
+def backend_table(folder: pathlib.Path) -> str:
+    """The same training steps on two backends."""
+    records = read(folder, "kernel_training.jsonl")
+    rows = []
+    for record in records:
+        if record["metric"] == "final_loss":
+            name = record["config"]["backend"]
+            step = find(records, metric="step_ms", backend=name)
+            milliseconds = f"{step['value']:.1f}" if step else "-"
+            rows.append((name, f"{record['value']:.5f}", milliseconds))
+    return _table(("backend", "loss", "ms a step"), rows) if rows else NOTHING
 
 
 TABLES: dict[str, Callable[[pathlib.Path], str]] = {
@@ -248,7 +319,10 @@ TABLES: dict[str, Callable[[pathlib.Path], str]] = {
     "outliers": outlier_table,
     "gradient": gradient_table,
     "training": training_table,
-    "links": link_table,
+    "kernels": kernel_table,
+    "nvlink": nvlink_table,
+    "nvlink-model": model_table,
+    "backends": backend_table,
 }
 
 SECTIONS = (
@@ -267,8 +341,15 @@ SECTIONS = (
      "Against the exact gradient of the same trained decoder, over 8 simulated ranks."),
     ("Training", "train_seeds", "training",
      "A small decoder trained from scratch on the same text in the same order."),
-    ("Links and kernels", "bench_*", "links",
-     "What the benchmarks recorded, on the device named beside each figure."),
+    ("Kernels", "bench_kernels", "kernels",
+     "Milliseconds on one H200 for 1 GiB of bfloat16, 8 ranks, 4 bits, block 64."),
+    ("Training on two backends", "kernel_training", "backends",
+     "Loss after 50 steps of the same training on one H200, 8 simulated ranks."),
+    ("Sums over NVLink", "bench_nvlink", "nvlink",
+     "Two H200s of one host: time of the exact sum, and how much faster each case is. "
+     "Two ranks are where few bits gain least: half of every message stays at home."),
+    ("A decoder over NVLink", "bench_nvlink", "nvlink-model",
+     "Two H200s of one host, no other traffic, random weights, default settings."),
 )  # fmt: skip
 
 
