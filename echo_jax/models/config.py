@@ -3,14 +3,17 @@
 import dataclasses
 from typing import Literal
 
+import tyro
+
 from echo_jax.layers.partitioning import check_divides
+from echo_jax.layers.rope import RopeScaling
 
 Remat = Literal["none", "layer", "save_sums"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """A pre-norm decoder of the Llama family.
+    """A pre-norm decoder of the Llama family; with ``qk_norm`` one of Qwen3's.
 
     Raises:
       ValueError: if a size is not positive or sizes do not fit each other.
@@ -24,8 +27,14 @@ class DecoderConfig:
     head_dim: int = 32  # features of one head; even
     mlp_width: int = 352  # hidden features of the feed-forward block
     rope_theta: float = 10_000.0  # base of the rotary wavelengths
+    # How positions beyond those of training are reached; no option of the command line.
+    rope_scaling: tyro.conf.Suppress[RopeScaling | None] = None
+    qk_norm: bool = False  # normalize each query and key head before the rotation
     norm_epsilon: float = 1e-5  # added to the mean square in the norms
     tied_embeddings: bool = False  # read out with the embedding table
+    # Rows of the vocabulary's tables are padded to a multiple of this, and so fit every
+    # axis that divides it.
+    vocab_multiple: int = 64
     dtype: str = "float32"  # of the computation, and so of the partial sums
     param_dtype: str = "float32"  # of the parameters
     # What the backward pass recomputes: nothing; each layer, its sums included; each
@@ -41,6 +50,7 @@ class DecoderConfig:
             "num_kv_heads",
             "head_dim",
             "mlp_width",
+            "vocab_multiple",
         ):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
