@@ -1,8 +1,7 @@
 """Keys and values of the tokens seen so far, for generation."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int
@@ -17,10 +16,11 @@ class KVCache(NamedTuple):
     ``padding`` slots that nothing attends to. Arrays of a rank hold its own heads.
     """
 
-    key: jax.Array  # (layers, batch, slots, kv_heads, head_dim), rotated
-    value: jax.Array  # the same shape
-    length: jax.Array  # slots in use, a scalar, the same for every sequence
-    padding: jax.Array  # (batch,), slots at the start of each that hold no token
+    # Not typed as arrays: partition specs stand in the same places.
+    key: Any  # (layers, batch, slots, kv_heads, head_dim), rotated
+    value: Any  # the same shape
+    length: Any  # slots in use, a scalar, the same for every sequence
+    padding: Any  # (batch,), slots at the start of each that hold no token
 
     def positions(self, count: int) -> Int[Array, "batch {count}"]:
         """Positions of the next ``count`` tokens of each sequence."""

@@ -4,6 +4,8 @@ from echo_jax.models.checkpoint import Checkpoint as Checkpoint
 from echo_jax.models.config import DecoderConfig as DecoderConfig
 from echo_jax.models.decoder import Decoder as Decoder
 from echo_jax.models.decoder import DecoderLayer as DecoderLayer
+from echo_jax.models.generation import GenerationConfig as GenerationConfig
+from echo_jax.models.generation import generate as generate
 from echo_jax.models.loading import LoadedModel as LoadedModel
 from echo_jax.models.loading import load as load
 from echo_jax.models.loading import save as save
