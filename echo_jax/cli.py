@@ -6,12 +6,14 @@ import functools
 import os
 import pathlib
 import sys
+import time
 from typing import Annotated, Literal
 
 import tyro
 
 from echo_jax.collectives import explain
 from echo_jax.config import EchoConfig
+from echo_jax.plan import DepthPlan
 from echo_jax.training.config import TrainConfig
 
 Device = Literal["cpu", "default"]
@@ -46,8 +48,38 @@ class Explain:
     config: tyro.conf.OmitArgPrefixes[EchoConfig] = EchoConfig()
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Generate:
+    """Continue prompts with a Llama or Qwen3 checkpoint, tensor-parallel."""
+
+    prompts: tyro.conf.Positional[tuple[str, ...]]
+    """Texts to continue. One is shown as it grows, several when they are done."""
+    model: pathlib.Path
+    """Folder with config.json and safetensors, or a GGUF file."""
+    tensor_ranks: int | None = None
+    """Ranks that split every layer; default all devices, or 1 with --device cpu."""
+    device: Device = "default"
+    """cpu simulates as many devices as there are ranks; default takes JAX's own."""
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Of parameters and computation; default the checkpoint's."""
+    plan: Literal["edges", "uniform", "exact"] = "edges"
+    """Which all-reduces travel in few bits: all but the ends, all, none."""
+    max_new_tokens: int = 64
+    """Tokens that are added to each prompt at most."""
+    temperature: float = 0.0
+    """What logits are divided by; 0 takes the likeliest token."""
+    top_p: float = 1.0
+    """Draw from the likeliest tokens that together have this probability."""
+    seed: int = 0
+    """Of the draws."""
+    compilation_cache: pathlib.Path | None = None
+    """Folder that keeps compiled programs, so that the next run starts at once."""
+    config: tyro.conf.OmitArgPrefixes[EchoConfig] = EchoConfig()
+
+
 Command = (
     Annotated[Train, tyro.conf.subcommand("train")]
+    | Annotated[Generate, tyro.conf.subcommand("generate")]
     | Annotated[Explain, tyro.conf.subcommand("explain")]
 )
 
@@ -62,6 +94,8 @@ def main(arguments: list[str] | None = None) -> int:
         command = tyro.cli(Command, prog="echo-jax", args=arguments)
         if isinstance(command, Explain):
             return _explain(command)
+        if isinstance(command, Generate):
+            return _generate(command)
         return _train(command)
     except ValueError as error:
         print(f"echo-jax: {error}", file=sys.stderr)
@@ -109,6 +143,128 @@ def _train(command: Train) -> int:
     if stopped:
         console.print("Stopped by Ctrl-C: a dash marks what was not measured.")
     return 130 if stopped else 0
+
+
+def _generate(command: Generate) -> int:
+    from rich.console import Console
+
+    from echo_jax.models import generation
+    from echo_jax.models.loading import load
+    from echo_jax.models.tokenizer import load_tokenizer
+
+    # Everything that can be wrong with the arguments, before anything large is read.
+    config = generation.GenerationConfig(
+        max_new_tokens=command.max_new_tokens,
+        temperature=command.temperature,
+        top_p=command.top_p,
+        seed=command.seed,
+    )
+    if not command.prompts:
+        raise ValueError("no prompt: give the text to continue, in quotes.")
+    tokenizer = load_tokenizer(command.model)
+    prompts = [tokenizer.encode(prompt) for prompt in command.prompts]
+    mesh = _tensor_mesh(command)
+    if command.compilation_cache is not None:
+        use_compilation_cache(command.compilation_cache)
+    console = Console(stderr=True)
+    with _loading_bar(console) as progress:
+        model = load(command.model, mesh, dtype=command.dtype, progress=progress)
+    plan = _plan(command)
+    start = time.perf_counter()
+    if len(prompts) == 1:
+        texts = [_stream(model, tokenizer, command.prompts[0], prompts, config, plan)]
+    else:
+        texts = generation.generate(model, prompts, config=config, plan=plan)
+        for prompt, text in zip(command.prompts, texts, strict=True):
+            print(f"{prompt}{tokenizer.decode(text)}\n", flush=True)
+    seconds = time.perf_counter() - start
+    longest = max(map(len, prompts))
+    places = generation.bucket(longest) * len(prompts)
+    console.print(
+        f"{sum(map(len, texts))} tokens in {seconds:.1f} s, compilation included. Each "
+        f"of {model.ranks} ranks sent "
+        f"{generation.bytes_per_token(model, plan, tokens=places):,.0f} bytes for each "
+        f"of the {places} tokens of the prefill, padding included, and "
+        f"{generation.bytes_per_token(model, plan, tokens=len(prompts)):,.0f} for each "
+        "new one.",
+        highlight=False,
+        soft_wrap=True,
+    )
+    return 0
+
+
+def _stream(model, tokenizer, prompt: str, ids, config, plan: DepthPlan) -> list[int]:
+    """Generates from one prompt and shows the text as it grows."""
+    from echo_jax.models.generation import generate
+    from echo_jax.models.tokenizer import TextStream
+
+    stream = TextStream(tokenizer)
+    print(prompt, end="", flush=True)
+
+    def show(tokens: list[int | None]) -> None:
+        if tokens[0] is not None:
+            print(stream.add(tokens[0]), end="", flush=True)
+
+    texts = generate(model, ids, config=config, plan=plan, on_tokens=show)
+    print(stream.rest(), flush=True)
+    return texts[0]
+
+
+def _plan(command: Generate) -> DepthPlan:
+    if command.plan == "exact":
+        return DepthPlan.uniform(command.config.exact())
+    if command.plan == "uniform":
+        return DepthPlan.uniform(command.config)
+    return DepthPlan.edges(command.config)
+
+
+def _tensor_mesh(command: Generate):
+    """A mesh of one tensor axis over the devices that the command asks for."""
+    ranks = command.tensor_ranks
+    if ranks is not None and ranks < 1:
+        raise ValueError(f"tensor_ranks={ranks} must be at least 1.")
+    if command.device == "cpu":
+        ranks = ranks or 1
+        use_cpu_devices(ranks)
+    import jax
+    from jax.sharding import AxisType
+
+    found = jax.device_count()
+    ranks = ranks or found
+    if ranks > found:
+        raise ValueError(
+            f"tensor_ranks={ranks} needs as many devices, {found} are here: use fewer, "
+            "or --device cpu, which simulates them."
+        )
+    devices = jax.devices()[:ranks]
+    return jax.make_mesh(
+        (ranks,), ("tensor",), axis_types=(AxisType.Auto,), devices=devices
+    )
+
+
+def use_compilation_cache(folder: pathlib.Path) -> None:
+    """Keeps every compiled program in a folder, for this process and later ones."""
+    import jax
+
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+
+
+@contextlib.contextmanager
+def _loading_bar(console):
+    """A bar over the bytes of a checkpoint; yields what ``load`` tells them to."""
+    from rich import progress
+
+    columns = (
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(),
+        progress.DownloadColumn(),
+        progress.TimeRemainingColumn(),
+    )
+    with progress.Progress(*columns, console=console) as bar:
+        task = bar.add_task("loading")
+        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def use_cpu_devices(count: int) -> None:

@@ -9,3 +9,4 @@ from echo_jax.models.generation import generate as generate
 from echo_jax.models.loading import LoadedModel as LoadedModel
 from echo_jax.models.loading import load as load
 from echo_jax.models.loading import save as save
+from echo_jax.models.tokenizer import load_tokenizer as load_tokenizer

@@ -8,7 +8,7 @@ from jaxtyping import Int
 
 from echo_jax.models.config import DecoderConfig
 from echo_jax.models.placement import NOTHING, Placement
-from echo_jax.models.sources import Source
+from echo_jax.models.sources import Source, dtype_of
 from echo_jax.typing import Shape
 
 Path = tuple[str, ...]  # of a parameter in the nested dict
@@ -58,26 +58,25 @@ class ParamLayout:
             return piece.T if self.transposed else piece
 
         spans = [slice(*part.indices(n)) for part, n in zip(index, shape, strict=True)]
-        piece = stored(spans) if self.places is None else self._gather(stored, spans)
+        if self.places is None:
+            piece = stored(spans)
+        else:
+            piece = self._gather(stored, dtype_of(source, name), spans)
         advance(piece.nbytes)
         return piece
 
-    def _gather(self, stored, spans: list[slice]) -> np.ndarray:
+    def _gather(self, stored, dtype: np.dtype, spans: list[slice]) -> np.ndarray:
         """The runs of neighbours that the index map names, zeros for padding."""
         assert self.places is not None
         wanted = self.places[spans[self.cut]]
         pieces = []
         for start, stop, is_padding in _runs(wanted):
             span = spans.copy()
+            span[self.cut] = slice(start, stop)
             if is_padding:
-                # Shape and dtype from a piece of no length.
-                span[self.cut] = slice(0, 0)
-                none = stored(span)
-                shape = list(none.shape)
-                shape[self.cut] = stop - start
-                pieces.append(np.zeros(shape, none.dtype))
+                shape = [part.stop - part.start for part in span]
+                pieces.append(np.zeros(shape, dtype))
             else:
-                span[self.cut] = slice(start, stop)
                 pieces.append(stored(span))
         return np.concatenate(pieces, axis=self.cut)
 

@@ -23,7 +23,7 @@ from echo_jax.models.decoder import Decoder
 from echo_jax.models.gguf import GgufFile
 from echo_jax.models.layout import Path, param_layouts, tensor_shapes
 from echo_jax.models.placement import Placement, fit_to_ranks
-from echo_jax.models.sources import INDEX, SINGLE, SafetensorsFolder, Source
+from echo_jax.models.sources import INDEX, SINGLE, SafetensorsFolder, Source, dtype_of
 from echo_jax.plan import DepthPlan
 
 Progress = Callable[[int, int], None]  # bytes read, bytes in all
@@ -306,8 +306,7 @@ def _read_params(
 def _stored_bytes(source: Source, config: DecoderConfig) -> Iterator[int]:
     """Bytes of each tensor as it is read."""
     for name, shape in tensor_shapes(config).items():
-        nothing = source.read(name, [slice(0, 0)] * len(shape))
-        yield int(np.prod(shape)) * nothing.dtype.itemsize
+        yield int(np.prod(shape)) * dtype_of(source, name).itemsize
 
 
 def _tensors(model: LoadedModel) -> Iterator[tuple[str, np.ndarray]]:

@@ -28,6 +28,11 @@ class Source(Protocol):
     def __contains__(self, name: object) -> bool: ...
 
 
+def dtype_of(source: Source, name: str) -> np.dtype:
+    """The dtype of what is read of a tensor."""
+    return source.read(name, [slice(0, 1)] * len(source.shape(name))).dtype
+
+
 class SafetensorsFolder:
     """One or many safetensors files, opened as they are needed."""
 
