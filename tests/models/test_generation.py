@@ -7,6 +7,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import echo_jax as echo
+from echo_jax.layers import KVCache
 from echo_jax.models import GenerationConfig, generate, sampling
 from echo_jax.models.generation import bucket, cache_specs, left_padded
 from tests import hlo
@@ -25,9 +26,7 @@ TO_THE_END = GenerationConfig(stop_ids=())
 SHORT = dataclasses.replace(TO_THE_END, max_new_tokens=6)
 
 
-@pytest.mark.parametrize(
-    ("name", "ranks"), [("qwen3", 1), ("qwen3", 4), ("llama", 2), ("llama_linear", 1)]
-)
+@pytest.mark.parametrize(("name", "ranks"), [("qwen3", 1), ("qwen3", 4), ("llama", 2)])
 def test_greedy_tokens_are_those_of_transformers(name, ranks):
     """Five prompts of 1 to 33 tokens in one batch, 64 new tokens each."""
     assert generate(loaded(name, ranks), prompts(name), config=TO_THE_END) == greedy(
@@ -37,7 +36,7 @@ def test_greedy_tokens_are_those_of_transformers(name, ranks):
 
 def test_a_prompt_alone_is_continued_as_in_a_batch():
     model = loaded("qwen3", 2)
-    for prompt, wanted in zip(prompts("qwen3"), greedy("qwen3"), strict=True):
+    for prompt, wanted in list(zip(prompts("qwen3"), greedy("qwen3"), strict=True))[:3]:
         assert generate(model, [prompt], config=SHORT) == [wanted[:6]]
 
 
@@ -50,46 +49,47 @@ def test_no_step_compiles_anew():
     assert before == {name: f._cache_size() for name, f in model.programs.items()}
 
 
-@pytest.mark.parametrize("drawn", [False, True])
-def test_ranks_choose_the_same_tokens_c13(drawn):
-    """Also when their sums travel in 4 bits and the logits are nearly equal."""
-    model, size = loaded("llama", 4), 4
-    tokens, padding = left_padded(prompts("llama"))
+def test_c13_ranks_choose_the_same_tokens():
+    """Greedy and drawn, from sums in 4 bits; also when all logits are equal."""
+    model, size, batch = loaded("llama_linear", 4), 4, 32
 
-    def local(decoder, tokens, padding):
-        cache = decoder.empty_cache(padding, 64 + 8)
-        rounds = []
-        for step in range(8):
-            logits, cache = decoder.extend(tokens, cache, plan=FOUR_BITS)
-            chosen = (
-                sampling.sample(
-                    logits * 1e-3,
-                    jax.random.fold_in(jax.random.key(0), step),
-                    temperature=jnp.float32(1.0),
-                    top_p=jnp.float32(0.9),
-                    axis_name="tensor",
-                )
-                if drawn
-                else sampling.greedy(logits * 0, "tensor")
-                if step == 0
-                else sampling.greedy(logits, "tensor")
-            )
-            rounds.append(chosen)
-            tokens = chosen[:, None]
-        return jnp.stack(rounds)[None]
+    def local(decoder, tokens, cache, key):
+        logits, cache = decoder.extend(tokens, cache, plan=FOUR_BITS)
+        drawn = sampling.sample(
+            logits * 1e-3,
+            key,
+            temperature=jnp.float32(1.0),
+            top_p=jnp.float32(0.9),
+            axis_name="tensor",
+        )
+        likeliest = sampling.greedy(logits, "tensor")
+        first = sampling.greedy(logits * 0, "tensor")
+        return jnp.stack([drawn, likeliest, first])[None], cache
 
-    whole = PartitionSpec()
-    run = model.on_ranks(local, (whole, whole), PartitionSpec("tensor"))
-    chosen = np.asarray(jax.jit(run)(model.params, tokens, padding))
-    assert chosen.shape == (size, 8, 5)
-    assert (chosen == chosen[0]).all()
-    assert len(np.unique(chosen)) > 8
-    if not drawn:  # of equal logits the lowest id
-        assert (chosen[:, 0] == 0).all()
+    whole, cache_spec = PartitionSpec(), cache_specs("tensor")
+    run = model.on_ranks(
+        local, (whole, cache_spec, whole), (PartitionSpec("tensor"), cache_spec)
+    )
+    run = jax.jit(run)
+    # 4 ranks of one key-value head of 16 features each.
+    slots = jnp.zeros((1, batch, 16, 4, 16))
+    cache = KVCache(slots, slots, jnp.int32(0), jnp.zeros(batch, jnp.int32))
+    tokens = jnp.arange(batch)[:, None]
+    seen = set()
+    for step in range(12):
+        key = jax.random.fold_in(jax.random.key(0), step)
+        chosen, cache = run(model.params, tokens, cache, key)
+        chosen = np.asarray(chosen)
+        assert chosen.shape == (size, 3, batch)
+        assert (chosen == chosen[0]).all()
+        assert (chosen[:, 2] == 0).all()  # of equal logits the lowest id
+        tokens = jnp.asarray(chosen[0, 0])[:, None]
+        seen |= set(chosen[0, :2].ravel().tolist())
+    assert len(seen) > 100
 
 
-def steps(model, plan):
-    """Jitted prefill and decode that return whole logits and the cache."""
+def steps(model, plan, tokens, padding):
+    """Compiled prefill and decode that return whole logits and the cache."""
     whole, cache = PartitionSpec(), cache_specs("tensor")
     out = (PartitionSpec(None, "tensor"), cache)
 
@@ -99,40 +99,33 @@ def steps(model, plan):
     def decode(decoder, tokens, cache):
         return decoder.extend(tokens, cache, plan=plan)
 
-    return (
-        jax.jit(model.on_ranks(prefill, (whole, whole), out)),
-        jax.jit(model.on_ranks(decode, (whole, cache), out)),
-    )
+    first = jax.jit(model.on_ranks(prefill, (whole, whole), out))
+    then = jax.jit(model.on_ranks(decode, (whole, cache), out))
+    first = first.lower(model.params, tokens, padding).compile()
+    _, cache = first(model.params, tokens, padding)
+    return first, then.lower(model.params, tokens[:, -1:], cache).compile()
 
 
-def test_a_decode_step_is_the_exact_model_bit_for_bit_c08():
+def test_c08_a_decode_step_is_the_exact_model_bit_for_bit():
     """Messages below min_bytes; those of the prefill are above it, and quantized."""
-    model = loaded("qwen3", 4)
-    tokens, padding = left_padded(prompts("qwen3"))
+    model = loaded("qwen3", 2)
+    tokens, padding = map(jnp.asarray, left_padded(prompts("qwen3")))
     one = tokens[:, -1:]
-    largest = one.size * model.config.width * 4
-    plan = echo.DepthPlan.edges(echo.EchoConfig(min_bytes=largest + 1), first=1, last=1)
-    (prefill, decode), (exact_prefill, exact_decode) = (
-        steps(model, plan),
-        steps(model, EXACT),
-    )
+    config = echo.EchoConfig(min_bytes=one.size * model.config.width * 4 + 1)
+    plan = echo.DepthPlan.edges(config, first=1, last=1)
+    prefill, decode = steps(model, plan, tokens, padding)
+    exact_prefill, exact_decode = steps(model, EXACT, tokens, padding)
     logits, cache = prefill(model.params, tokens, padding)
     exact_logits, _ = exact_prefill(model.params, tokens, padding)
     assert not (logits == exact_logits).all()
     for _ in range(3):
-        logits, after = decode(model.params, one, cache)
-        exact_logits, exact_after = exact_decode(model.params, one, cache)
-        for found, wanted in zip(
-            jax.tree.leaves((logits, after)),
-            jax.tree.leaves((exact_logits, exact_after)),
-            strict=True,
-        ):
-            np.testing.assert_array_equal(bits_of(found), bits_of(wanted))
-        cache = after
-    compiled = decode.lower(model.params, one, cache).compile()
-    assert {c.dtype for c in hlo.collectives(compiled)} == {"f32"}
-    compiled = prefill.lower(model.params, tokens, padding).compile()
-    assert "u8" in {c.dtype for c in hlo.collectives(compiled)}
+        found = decode(model.params, one, cache)
+        wanted = exact_decode(model.params, one, cache)
+        for left, right in zip(*map(jax.tree.leaves, (found, wanted)), strict=True):
+            np.testing.assert_array_equal(bits_of(left), bits_of(right))
+        cache = found[1]
+    assert {c.dtype for c in hlo.collectives(decode)} == {"f32"}
+    assert "u8" in {c.dtype for c in hlo.collectives(prefill)}
 
 
 def test_a_long_prompt_agrees_with_the_whole_pass():
@@ -149,10 +142,12 @@ def test_a_long_prompt_agrees_with_the_whole_pass():
 
 
 def test_an_empty_prompt_starts_with_the_first_token():
-    model = loaded("llama", 2)  # bos 0
-    assert generate(model, [[]], config=SHORT) == generate(model, [[0]], config=SHORT)
     model = loaded("qwen3", 2)  # no bos, eos 0
     assert generate(model, [[]], config=SHORT) == generate(model, [[0]], config=SHORT)
+    begins = dataclasses.replace(
+        model, checkpoint=dataclasses.replace(model.checkpoint, bos_id=7)
+    )
+    assert generate(begins, [[]], config=SHORT) == generate(model, [[7]], config=SHORT)
     assert generate(model, []) == []
 
 

@@ -113,7 +113,6 @@ def test_dtype_is_the_checkpoints_or_the_one_asked_for(tmp_path):
     assert {leaf.dtype for leaf in jax.tree.leaves(model.params)} == {
         np.dtype(ml_dtypes.bfloat16)
     }
-    assert model.logits(np.zeros((1, 3), int), plan=EXACT).dtype == "bfloat16"
     models.save(tmp_path / "half", model)
     again = models.load(tmp_path / "half", tensor_mesh(4))
     assert again.config.dtype == "bfloat16"
