@@ -180,7 +180,7 @@ class Decoder(nnx.Module):
         x, owed = echo_pvary(
             stream, residual, self.axis_name, config=plan.backward.vocab
         )
-        return self._read_out(x), owed
+        return self.read_out(x), owed
 
     def extend(
         self,
@@ -205,7 +205,7 @@ class Decoder(nnx.Module):
         stream, residual = self._start(partial, plan)
         stream, residual, cache = self._extend_layers(stream, residual, cache, plan)
         x = exact.pvary(stream[:, -1], self.axis_name)
-        return self._read_out(x), cache.grown(tokens.shape[1])
+        return self.read_out(x), cache.grown(tokens.shape[1])
 
     def empty_cache(self, padding: Int[Array, "batch"], slots: int) -> KVCache:
         """A cache of this rank's heads for so many tokens; call inside ``shard_map``.
@@ -250,7 +250,8 @@ class Decoder(nnx.Module):
         residual = init_residual(partial, self.axis_name, config=owing)
         return echo_psum(partial, residual, self.axis_name, config=plan.vocab)
 
-    def _read_out(self, x: AnyFloat) -> AnyFloat:
+    def read_out(self, x: AnyFloat) -> AnyFloat:
+        """This rank's logits from the stream behind the last layer."""
         x = self.final_norm(x)
         return self.embed.attend(x) if self.readout is None else self.readout(x)
 
