@@ -57,8 +57,19 @@ def _is_name(name) -> bool:
 
 
 def is_tracked(axis_name: AxisName) -> bool:
-    """Whether types say along which ranks a value varies: ``check_vma=True``."""
-    return bool(varying_axes(lax.axis_index(axis_name)))
+    """Whether types say along which ranks a value varies: ``check_vma=True``.
+
+    Raises:
+      ValueError: for a tuple of which only a part is tracked.
+    """
+    names = frozenset(axis_names(axis_name))
+    tracked = varying_axes(lax.axis_index(axis_name)) & names
+    if tracked and tracked != names:
+        raise ValueError(
+            f"axis_name={axis_name!r} mixes axes of a shard_map and of a vmap: call "
+            "once for each kind."
+        )
+    return bool(tracked)
 
 
 def varying_axes(x: jax.Array) -> frozenset[Hashable]:
@@ -66,7 +77,24 @@ def varying_axes(x: jax.Array) -> frozenset[Hashable]:
     return jax.typeof(x).manual_axis_type.varying
 
 
-def to_varying(x: AnyFloat, axes: frozenset[Hashable]) -> AnyFloat:
+def to_varying(x: jax.Array, axes: frozenset[Hashable]) -> jax.Array:
     """Types ``x`` as varying along ``axes`` too. Its transpose is an exact psum."""
     missing = tuple(sorted(axes - varying_axes(x), key=str))
     return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def check_invariant(verb: str, x: AnyFloat, axis_name: AxisName) -> None:
+    """Refuses a value that already varies along the axis.
+
+    Raises:
+      ValueError: with the wrong code beside the right one.
+    """
+    already = varying_axes(x) & frozenset(axis_names(axis_name))
+    if already:
+        raise ValueError(
+            f"{verb}: x already varies along {sorted(map(str, already))}, so its "
+            "gradient must not be summed over them.\n"
+            f"  wrong:  {verb}(partial_sum, ...)\n"
+            f"  right:  {verb}(stream, ...), with the stream the output of echo_psum "
+            "or an input with in_specs=P()"
+        )

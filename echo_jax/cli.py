@@ -7,14 +7,31 @@ import os
 import pathlib
 import sys
 import time
+from collections.abc import Callable
 from typing import Annotated, Literal
 
+import jax
 import tyro
+from jax.sharding import AxisType
+from rich import progress
+from rich.console import Console
 
 from echo_jax.collectives import explain
 from echo_jax.config import EchoConfig
+from echo_jax.models.generation import (
+    GenerationConfig,
+    bucket,
+    bytes_per_token,
+    check_prompts,
+    generate,
+)
+from echo_jax.models.loading import LoadedModel, load
+from echo_jax.models.tokenizer import TextStream, TextTokenizer, load_tokenizer
 from echo_jax.plan import DepthPlan
-from echo_jax.training.config import TrainConfig
+from echo_jax.records import RecordWriter
+from echo_jax.training.config import TrainConfig, Variant
+from echo_jax.training.loop import Comparison, compare, prepare
+from echo_jax.training.report import plot_curves, summary_table
 
 Device = Literal["cpu", "default"]
 
@@ -93,111 +110,122 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         command = tyro.cli(Command, prog="echo-jax", args=arguments)
         if isinstance(command, Explain):
-            return _explain(command)
-        if isinstance(command, Generate):
-            return _generate(command)
-        return _train(command)
-    except ValueError as error:
+            finish = _explain(command)
+        elif isinstance(command, Generate):
+            finish = _prepare_generation(command)
+        else:
+            finish = _prepare_training(command)
+    except (ValueError, OSError) as error:
         print(f"echo-jax: {error}", file=sys.stderr)
         return 2
+    try:
+        return finish()
     except KeyboardInterrupt:
         print("echo-jax: stopped.", file=sys.stderr)
         return 130
 
 
-def _explain(command: Explain) -> int:
-    print(explain(command.shape, command.dtype, command.ranks, command.config))
-    return 0
+def _explain(command: Explain) -> Callable[[], int]:
+    if not command.shape:
+        raise ValueError("explain needs a shape, such as: echo-jax explain 8 4096")
+    text = str(explain(command.shape, command.dtype, command.ranks, command.config))
+
+    def finish() -> int:
+        print(text)
+        return 0
+
+    return finish
 
 
-def _train(command: Train) -> int:
-    from rich.console import Console
-
+def _prepare_training(command: Train) -> Callable[[], int]:
+    """Checks everything that can be wrong; the rest is for the function returned."""
     config = command.config
-    mesh = config.mesh
     if command.device == "cpu":
-        use_cpu_devices(mesh.size)
-    from echo_jax.records import RecordWriter
-    from echo_jax.training.loop import compare
-    from echo_jax.training.report import plot_curves, summary_table
-
-    console = Console()
+        use_cpu_devices(config.mesh.size)
     folder = command.out or pathlib.Path("runs", f"train-{config.seed}")
-    metrics = folder / "metrics.jsonl"
-    if metrics.exists():
+    if (folder / "metrics.jsonl").exists():
         raise ValueError(
-            f"{metrics} holds a run already: choose another folder with --out, or "
+            f"{folder} holds a run already: choose another folder with --out, or "
             "remove it."
         )
+    runs = prepare(config)
+    folder.mkdir(parents=True, exist_ok=True)
+    return functools.partial(_train, runs, folder)
+
+
+def _train(runs: Comparison, folder: pathlib.Path) -> int:
+    console, config = Console(), runs.config
     console.print(
         f"{config.model.num_layers} layers of width {config.model.width} on a mesh of "
-        f"{mesh.data_ranks} data x {mesh.tensor_ranks} tensor ranks; {config.steps} "
-        f"steps of {config.data.batch_size} x {config.data.length} bytes for each of "
-        f"{', '.join(config.variants)}. Ctrl-C stops and keeps what was measured."
+        f"{config.mesh.data_ranks} data x {config.mesh.tensor_ranks} tensor ranks; "
+        f"{config.steps} steps of {config.data.batch_size} x {config.data.length} "
+        f"bytes of {runs.training.size:,} for each of {', '.join(config.variants)}. "
+        "Ctrl-C stops and keeps what was measured."
     )
+    metrics, curves = folder / "metrics.jsonl", folder / "curves.png"
     with _progress(config, console) as advance:
-        results, stopped = compare(config, RecordWriter(metrics), advance)
+        results, stopped = compare(runs, RecordWriter(metrics), advance)
     console.print(summary_table(results, config.model.dtype))
-    plot_curves(results, folder / "curves.png")
-    console.print(f"Figures in {metrics}, curves in {folder / 'curves.png'}.")
+    plot_curves(results, curves)
+    console.print(f"Figures in {metrics}, curves in {curves}.")
     if stopped:
         console.print("Stopped by Ctrl-C: a dash marks what was not measured.")
     return 130 if stopped else 0
 
 
-def _generate(command: Generate) -> int:
-    from rich.console import Console
-
-    from echo_jax.models import generation
-    from echo_jax.models.loading import load
-    from echo_jax.models.tokenizer import load_tokenizer
-
-    # Everything that can be wrong with the arguments, before anything large is read.
-    config = generation.GenerationConfig(
+def _prepare_generation(command: Generate) -> Callable[[], int]:
+    """Reads the model and checks the prompts; the rest is for the function returned."""
+    if not command.prompts:
+        raise ValueError("no prompt: give the text to continue, in quotes.")
+    config = GenerationConfig(
         max_new_tokens=command.max_new_tokens,
         temperature=command.temperature,
         top_p=command.top_p,
         seed=command.seed,
     )
-    if not command.prompts:
-        raise ValueError("no prompt: give the text to continue, in quotes.")
     tokenizer = load_tokenizer(command.model)
-    prompts = [tokenizer.encode(prompt) for prompt in command.prompts]
     mesh = _tensor_mesh(command)
     if command.compilation_cache is not None:
         use_compilation_cache(command.compilation_cache)
     console = Console(stderr=True)
-    with _loading_bar(console) as progress:
-        model = load(command.model, mesh, dtype=command.dtype, progress=progress)
-    plan = _plan(command)
-    start = time.perf_counter()
+    with _loading_bar(console) as advance:
+        model = load(command.model, mesh, dtype=command.dtype, progress=advance)
+    prompts = [tokenizer.encode(prompt) for prompt in command.prompts]
+    prompts = check_prompts(model, prompts, config)
+    return functools.partial(_generate, command, model, tokenizer, prompts, config)
+
+
+def _generate(
+    command: Generate,
+    model: LoadedModel,
+    tokenizer: TextTokenizer,
+    prompts: list[list[int]],
+    config: GenerationConfig,
+) -> int:
+    plan, start = _plan(command), time.perf_counter()
     if len(prompts) == 1:
-        texts = [_stream(model, tokenizer, command.prompts[0], prompts, config, plan)]
+        texts = _stream(model, tokenizer, command.prompts[0], prompts, config, plan)
     else:
-        texts = generation.generate(model, prompts, config=config, plan=plan)
+        texts = generate(model, prompts, config=config, plan=plan)
         for prompt, text in zip(command.prompts, texts, strict=True):
             print(f"{prompt}{tokenizer.decode(text)}\n", flush=True)
     seconds = time.perf_counter() - start
-    longest = max(map(len, prompts))
-    places = generation.bucket(longest) * len(prompts)
-    console.print(
+    places = bucket(max(map(len, prompts))) * len(prompts)
+    prefill, decode = (
+        bytes_per_token(model, plan, tokens=tokens) for tokens in (places, len(prompts))
+    )
+    Console(stderr=True).print(
         f"{sum(map(len, texts))} tokens in {seconds:.1f} s, compilation included. Each "
-        f"of {model.ranks} ranks sent "
-        f"{generation.bytes_per_token(model, plan, tokens=places):,.0f} bytes for each "
-        f"of the {places} tokens of the prefill, padding included, and "
-        f"{generation.bytes_per_token(model, plan, tokens=len(prompts)):,.0f} for each "
-        "new one.",
+        f"of {model.ranks} ranks sent {prefill:,.0f} bytes for each of the {places} "
+        f"tokens of the prefill, padding included, and {decode:,.0f} for each new one.",
         highlight=False,
         soft_wrap=True,
     )
     return 0
 
 
-def _stream(model, tokenizer, prompt: str, ids, config, plan: DepthPlan) -> list[int]:
+def _stream(model, tokenizer, prompt: str, ids, config, plan) -> list[list[int]]:
     """Generates from one prompt and shows the text as it grows."""
-    from echo_jax.models.generation import generate
-    from echo_jax.models.tokenizer import TextStream
-
     stream = TextStream(tokenizer)
     print(prompt, end="", flush=True)
 
@@ -207,7 +235,7 @@ def _stream(model, tokenizer, prompt: str, ids, config, plan: DepthPlan) -> list
 
     texts = generate(model, ids, config=config, plan=plan, on_tokens=show)
     print(stream.rest(), flush=True)
-    return texts[0]
+    return texts
 
 
 def _plan(command: Generate) -> DepthPlan:
@@ -226,9 +254,6 @@ def _tensor_mesh(command: Generate):
     if command.device == "cpu":
         ranks = ranks or 1
         use_cpu_devices(ranks)
-    import jax
-    from jax.sharding import AxisType
-
     found = jax.device_count()
     ranks = ranks or found
     if ranks > found:
@@ -244,18 +269,14 @@ def _tensor_mesh(command: Generate):
 
 def use_compilation_cache(folder: pathlib.Path) -> None:
     """Keeps every compiled program in a folder, for this process and later ones."""
-    import jax
-
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 
 
 @contextlib.contextmanager
-def _loading_bar(console):
+def _loading_bar(console: Console):
     """A bar over the bytes of a checkpoint; yields what ``load`` tells them to."""
-    from rich import progress
-
     columns = (
         progress.TextColumn("{task.description}"),
         progress.BarColumn(),
@@ -275,8 +296,6 @@ def use_cpu_devices(count: int) -> None:
     """
     # With fewer threads than devices the ranks' rendezvous can dead-lock.
     os.environ.setdefault("NPROC", str(max(16, 2 * count)))
-    import jax
-
     jax.config.update("jax_platforms", "cpu")
     try:
         jax.config.update("jax_num_cpu_devices", count)
@@ -288,31 +307,26 @@ def use_cpu_devices(count: int) -> None:
             ) from error
 
 
-def _progress(config: TrainConfig, console):
-    """A context manager around a bar for each variant; calls advance it."""
-    from rich import progress
+@contextlib.contextmanager
+def _progress(config: TrainConfig, console: Console):
+    """A bar for each variant; yields the function that advances them."""
+    columns = (
+        progress.TextColumn("{task.description:>12}"),
+        progress.BarColumn(),
+        progress.MofNCompleteColumn(),
+        progress.TimeElapsedColumn(),
+        progress.TimeRemainingColumn(),
+        progress.TextColumn("loss {task.fields[loss]}"),
+    )
+    with progress.Progress(*columns, console=console) as bar:
+        new = functools.partial(bar.add_task, total=config.steps, loss="-")
+        tasks = {name: new(name, start=False) for name in config.variants}
 
-    @contextlib.contextmanager
-    def bars():
-        columns = (
-            progress.TextColumn("{task.description:>12}"),
-            progress.BarColumn(),
-            progress.MofNCompleteColumn(),
-            progress.TimeElapsedColumn(),
-            progress.TimeRemainingColumn(),
-            progress.TextColumn("loss {task.fields[loss]}"),
-        )
-        with progress.Progress(*columns, console=console) as bar:
-            new = functools.partial(bar.add_task, total=config.steps, loss="-")
-            tasks = {name: new(name, start=False) for name in config.variants}
+        def advance(variant: Variant, done: int, loss: float) -> None:
+            bar.start_task(tasks[variant])
+            bar.update(tasks[variant], completed=done, loss=f"{loss:.4f}")
 
-            def advance(variant, done, loss):
-                bar.start_task(tasks[variant])
-                bar.update(tasks[variant], completed=done, loss=f"{loss:.4f}")
-
-            yield advance
-
-    return bars()
+        yield advance
 
 
 if __name__ == "__main__":

@@ -8,12 +8,12 @@ import jax.numpy as jnp
 from echo_jax.wire.format import WireFormat
 
 Backend = Literal["auto", "xla", "triton", "pallas"]
-ResidualDtype = Literal["float32", "bfloat16"]
+Path = Literal["auto", "exact"]
+ResidualDtype = Literal["float32", "bfloat16", "int8", "int4"]
 
 # Under a quarter of a MiB the launches and the two exchanges cost more than the bytes
 # they save; decode steps of a few tokens are far below it.
 DEFAULT_MIN_BYTES = 1 << 18
-ALWAYS_EXACT = 1 << 62
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,9 +34,13 @@ class EchoConfig:
     # A call whose x is smaller is an exact psum that also pays the residual. By static
     # size only; 0 never takes the exact path. In bytes of the rank's x.
     min_bytes: int = DEFAULT_MIN_BYTES
-    residual_dtype: ResidualDtype = "bfloat16"  # how the residual is kept between calls
-    num_chunks: int = 1  # pieces a message is cut into, to overlap codec and transport
-    backend: Backend = "auto"  # who runs the codec
+    path: Path = "auto"  # "exact" takes the exact path whatever the size
+    # How the residual is kept between calls; "int8" and "int4" are a byte and half a
+    # byte a value and a scale a block, in a float container (see wire/compact.py).
+    residual_dtype: ResidualDtype = "bfloat16"
+    # Pieces that echo_psum cuts a message into, to overlap codec and transport.
+    num_chunks: int = 1
+    backend: Backend = "auto"  # who runs the codec; checked when a call is made
 
     def __post_init__(self):
         if not isinstance(self.format, WireFormat):
@@ -48,6 +52,8 @@ class EchoConfig:
                 f"min_bytes={self.min_bytes!r} must be an int of at least 0 (bytes); "
                 "0 sends every call through the codec."
             )
+        if self.path not in get_args(Path):
+            raise ValueError(f"path={self.path!r} must be one of {get_args(Path)}.")
         object.__setattr__(self, "residual_dtype", _dtype_name(self.residual_dtype))
         if type(self.num_chunks) is not int or self.num_chunks < 1:
             raise ValueError(
@@ -61,12 +67,12 @@ class EchoConfig:
 
     def exact(self) -> "EchoConfig":
         """The same call on the exact path, whatever its size; it pays the residual."""
-        return dataclasses.replace(self, min_bytes=ALWAYS_EXACT)
+        return dataclasses.replace(self, path="exact")
 
     @property
     def is_exact(self) -> bool:
         """Whether no call under this configuration is ever quantized."""
-        return self.min_bytes >= ALWAYS_EXACT
+        return self.path == "exact"
 
 
 def _dtype_name(dtype) -> ResidualDtype:

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import operator
 import os
 import pathlib
 from collections.abc import Iterator
@@ -59,6 +60,11 @@ class DepthPlan:
     mirror: "DepthPlan | None" = None
 
     def __post_init__(self):
+        if not isinstance(self.body, EchoConfig):
+            raise TypeError(
+                "A DepthPlan is made of EchoConfig, got "
+                f"{type(self.body).__name__}: write EchoConfig(format=...)."
+            )
         for config in self._configs():
             same = (
                 config.format.block_size == self.body.format.block_size
@@ -72,7 +78,7 @@ class DepthPlan:
                     f"{config} beside {self.body}."
                 )
         calls = self.num_calls
-        if calls is not None and (not isinstance(calls, int) or calls < 0):
+        if calls is not None and (type(calls) is not int or calls < 0):
             raise ValueError(f"num_calls={calls!r} must be an int of at least 0.")
 
     @classmethod
@@ -126,10 +132,12 @@ class DepthPlan:
         Raises:
           ValueError: for a negative count, or bits that no format has.
         """
-        if min(first, last) < 0 or calls_per_layer < 1:
+        counts = (first, last, calls_per_layer)
+        least = (0, 0, 1)
+        if any(type(n) is not int or n < m for n, m in zip(counts, least, strict=True)):
             raise ValueError(
-                f"first={first} and last={last} must be at least 0 and "
-                f"calls_per_layer={calls_per_layer} at least 1."
+                f"first={first}, last={last} and calls_per_layer={calls_per_layer} "
+                "must be integers of at least 0, 0 and 1."
             )
         edge = _with_bits(config, edge_bits)
         tail = (edge,) * (last * calls_per_layer)
@@ -330,11 +338,15 @@ class DepthPlan:
     def __len__(self) -> int:
         return self._bound_calls()
 
+    def __bool__(self) -> bool:
+        return True
+
     def __iter__(self) -> Iterator[EchoConfig]:
         return (self[call] for call in range(len(self)))
 
     def __getitem__(self, call_index: int) -> EchoConfig:
         """The configuration of one call; negative indices count from the last."""
+        call_index = operator.index(call_index)
         if not self.head and not self.tail and self.num_calls is None:
             return self.body
         calls = self._bound_calls()

@@ -5,6 +5,7 @@ import datetime
 import functools
 import importlib.metadata
 import json
+import math
 import pathlib
 import platform
 import subprocess
@@ -21,7 +22,7 @@ class Record:
 
     experiment: str  # what was run
     metric: str  # what was measured
-    value: float  # the figure, a median where there are several
+    value: float  # the figure, a median where there are several; null if not finite
     unit: str  # of the value
     config: dict[str, Any]  # everything that was chosen
     seed: int | None = None  # of the run
@@ -43,7 +44,10 @@ class RecordWriter:
     def write(self, record: Record) -> None:
         """Appends one record with its provenance."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        line = json.dumps({**dataclasses.asdict(record), **provenance()})
+        entries = {**dataclasses.asdict(record), **provenance()}
+        if not math.isfinite(record.value):
+            entries["value"] = None  # JSON has no NaN
+        line = json.dumps(entries, default=str, allow_nan=False)
         with self.path.open("a") as file:
             file.write(line + "\n")
 
@@ -77,8 +81,10 @@ def _fixed_provenance() -> dict[str, Any]:
 
 def _commit() -> str | None:
     """The commit of the checkout that this file is in; None when it is installed."""
-    here = pathlib.Path(__file__).resolve().parent
-    command = ["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=12"]
+    root = pathlib.Path(__file__).resolve().parent.parent
+    if not (root / ".git").exists():
+        return None
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):

@@ -13,6 +13,8 @@ from echo_jax import axes
 from echo_jax.config import EchoConfig
 from echo_jax.typing import AnyFloat, AxisName, FloatLike, Shape
 from echo_jax.wire import blocks as blocking
+from echo_jax.wire import compact
+from echo_jax.wire.compact import Compact, Nibbles
 
 Verb = Literal["psum", "psum_scatter", "all_gather"]
 
@@ -40,8 +42,14 @@ class Residual:
     """What one rank still owes, in block coordinates, padded.
 
     Opaque: make it with :func:`init_residual`, hand it from call to call, let
-    :func:`echo_jax.flush` pay it. A pytree of two float arrays that differ from rank to
+    :func:`echo_jax.flush` pay it. A pytree of float arrays that differ from rank to
     rank, so that it can be a scan carry, its own cotangent, or a checkpointed state.
+
+    Thread it through the calls in a line: each call takes what the one before returned.
+    A residual that two calls take is paid twice. Its cotangent carries the backward
+    errors and is no gradient: keep it out of optimizers. To keep one across jitted
+    steps, pass it through ``shard_map`` with the prefix spec
+    ``PartitionSpec(axis_name)`` going in and coming out.
     """
 
     # Not typed as arrays of these shapes: transformations put their own leaves in a
@@ -66,7 +74,7 @@ def init_residual(
     Args:
       x: a rank's tensor, or its shape. Under ``check_vma=True`` on a mesh with more
         axes hand in the tensor itself: the residual then varies along the same axes,
-        as a scan carry must.
+        as a scan carry must (JAX says otherwise that carry types differ).
       axis_name: the axis (or axes) of the calls.
       config: the configuration of the calls: block size, rotation, residual dtype.
       scatter_dimension: only for ``echo_psum_scatter`` along the last dimension, whose
@@ -74,7 +82,7 @@ def init_residual(
       tiled: goes with ``scatter_dimension``.
 
     Returns:
-      A :class:`Residual` of zeros, about ``(1 + 1/N)`` times the size of ``x`` in
+      A :class:`Residual` of zeros, about ``(1 + 1/N)`` times the values of ``x`` in
       ``config.residual_dtype``; None if ``config.feedback`` is off.
 
     Raises:
@@ -103,12 +111,12 @@ def init_residual(
     if axes.is_tracked(axis_name):
         vary = vary | frozenset(axes.axis_names(axis_name))
     send_shape, reduce_shape = _array_shapes(layout)
-    dtype = jnp.dtype(config.residual_dtype)
-    return Residual(
-        send=axes.to_varying(jnp.zeros(send_shape, dtype), vary),
-        reduce=axes.to_varying(jnp.zeros(reduce_shape, dtype), vary),
+    residual = Residual(
+        send=_zeros(send_shape, config),
+        reduce=_zeros(reduce_shape, config),
         layout=layout,
     )
+    return jax.tree.map(lambda leaf: axes.to_varying(leaf, vary), residual)
 
 
 def make_layout(shape: Shape, axis_name: AxisName, config: EchoConfig) -> Layout:
@@ -175,8 +183,8 @@ def check_residual(
         "rotate": residual.layout.rotate,
         "send shape": tuple(residual.send.shape),
         "reduce shape": tuple(residual.reduce.shape),
-        "send dtype": residual.send.dtype.name,
-        "reduce dtype": residual.reduce.dtype.name,
+        "send dtype": dtype_name(residual.send),
+        "reduce dtype": dtype_name(residual.reduce),
     }
     needed = {
         "(rows, width)": (wanted.rows, wanted.width),
@@ -220,8 +228,22 @@ def norms(residual: Residual) -> dict[str, jax.Array]:
     }
 
 
-def _rms(x: AnyFloat) -> jax.Array:
-    return jnp.sqrt(jnp.mean(jnp.square(x.astype(jnp.float32))))
+def dtype_name(part: AnyFloat | Compact) -> str:
+    """The ``residual_dtype`` that one part of a residual was made with."""
+    if isinstance(part, Compact):
+        return "int4" if isinstance(part, Nibbles) else "int8"
+    return part.dtype.name
+
+
+def _rms(part: AnyFloat | Compact) -> jax.Array:
+    return jnp.sqrt(jnp.mean(jnp.square(compact.expand(part))))
+
+
+def _zeros(shape: Shape, config: EchoConfig) -> AnyFloat | Compact:
+    kind = {"int8": Compact, "int4": Nibbles}.get(config.residual_dtype)
+    if kind is not None:
+        return compact.zeros(shape, kind)
+    return jnp.zeros(shape, config.residual_dtype)
 
 
 def _shape_of(x) -> Shape:

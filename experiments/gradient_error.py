@@ -23,6 +23,7 @@ from echo_jax.layers import join_ranks, merge_module, split_module, split_ranks
 from echo_jax.models import Decoder, DecoderConfig, DecoderLayer
 from echo_jax.records import Record, RecordWriter
 from echo_jax.training import (
+    DataConfig,
     MeshConfig,
     OptimizerConfig,
     create_state,
@@ -121,8 +122,7 @@ def batch(settings: Settings, text, index: int) -> jax.Array:
     return jnp.asarray(
         text_data.draw_batch(
             text,
-            batch_size=settings.batch_size,
-            length=settings.length,
+            sizes=DataConfig(batch_size=settings.batch_size, length=settings.length),
             seed=settings.seed,
             step=index,
         )

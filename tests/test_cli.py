@@ -66,7 +66,10 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path):
     [
         (["train", "--data", "missing.txt"], "does not exist"),
         (["train", "--batch-size", "3"], "batch_size=3"),
-        (["train", "--tensor-ranks", "3"], "num_heads=4"),
+        (["train", "--tensor-ranks", "8"], "num_heads=4"),
+        (["train", "--tensor-ranks", "3"], "vocabulary"),
+        (["train", "--dtype", "bf16"], "dtype='bf16'"),
+        (["explain"], "needs a shape"),
         (["train", "--bits", "5"], "bits=5"),
         (["explain", "8", "64", "--ranks", "0"], "axis_size=0"),
         (["generate", "a", "--model", "missing"], "missing does not exist"),

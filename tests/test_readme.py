@@ -20,8 +20,8 @@ def command(name):
 def test_the_example_runs(tmp_path):
     (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     (tmp_path / "example.py").write_text(code)
-    environment = {**os.environ, "NPROC": "16", "JAX_PLATFORMS": "cpu"}
-    environment.pop("XLA_FLAGS", None)
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    del environment["XLA_FLAGS"], environment["NPROC"]
     done = subprocess.run(
         [sys.executable, "example.py"],
         cwd=tmp_path,

@@ -1,7 +1,6 @@
 """What the verbs share: checks at the public edge, and the types of their inputs."""
 
-import dataclasses
-
+import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
@@ -26,6 +25,12 @@ def prepare(
       TypeError: if ``x`` is not one array, or the other arguments not what they should
         be.
     """
+    if residual is not None and not isinstance(residual, Residual):
+        raise TypeError(
+            f"{verb}: residual must be a Residual or None, got "
+            f"{type(residual).__name__}. Make one with echo_jax.init_residual(x, "
+            "axis_name, config=config); the arguments are (x, residual, axis_name)."
+        )
     axes.axis_size(axis_name)
     if not isinstance(config, EchoConfig):
         raise TypeError(
@@ -39,12 +44,6 @@ def prepare(
         )
     x = jnp.asarray(x)
     check_dtype(x.dtype)
-    if residual is not None and not isinstance(residual, Residual):
-        raise TypeError(
-            f"{verb}: residual must be a Residual or None, got "
-            f"{type(residual).__name__}. Make one with echo_jax.init_residual(x, "
-            "axis_name, config=config); the arguments are (x, residual, axis_name)."
-        )
     return x
 
 
@@ -61,14 +60,9 @@ def unify(
         return x, residual
     own = frozenset(axes.axis_names(axis_name))
     union = axes.varying_axes(x) | own
-    if residual is not None:
-        for leaf in (residual.send, residual.reduce):
-            union = union | axes.varying_axes(leaf)
-        residual = dataclasses.replace(
-            residual,
-            send=axes.to_varying(residual.send, union),
-            reduce=axes.to_varying(residual.reduce, union),
-        )
+    for leaf in jax.tree.leaves(residual):
+        union = union | axes.varying_axes(leaf)
+    residual = jax.tree.map(lambda leaf: axes.to_varying(leaf, union), residual)
     return axes.to_varying(x, union - own if invariant else union), residual
 
 

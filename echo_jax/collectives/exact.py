@@ -17,6 +17,7 @@ from echo_jax import axes
 from echo_jax.residual import Residual, zeros_like
 from echo_jax.typing import AnyFloat, AxisName
 from echo_jax.wire import blocks as blocking
+from echo_jax.wire import compact
 from echo_jax.wire.format import WireFormat
 from echo_jax.wire.rotation import unrotate
 
@@ -48,7 +49,11 @@ def pvary(x: AnyFloat, axis_name: AxisName) -> AnyFloat:
 
     Returns:
       ``x``.
+
+    Raises:
+      ValueError: where types are tracked, if ``x`` already varies along the axis.
     """
+    axes.check_invariant("pvary", x, axis_name)
     return _pvary(x, axis_name)
 
 
@@ -59,9 +64,9 @@ def all_reduce(
     if residual is None or x.size == 0:
         return lax.psum(x, axis_name), residual
     # The rank that sums chunk j owes its reduce residual there.
-    send, rank = residual.send.astype(jnp.float32), lax.axis_index(axis_name)
+    send, rank = compact.expand(residual.send), lax.axis_index(axis_name)
     mine = lax.dynamic_index_in_dim(send, rank, keepdims=False)
-    mine = mine + residual.reduce.astype(jnp.float32)
+    mine = mine + compact.expand(residual.reduce)
     owed = lax.dynamic_update_index_in_dim(send, mine, rank, 0)
     return lax.psum(_add(x, owed, fmt), axis_name), zeros_like(residual)
 
@@ -72,8 +77,9 @@ def pay_sender(
     """Adds to ``x`` what its sender owes, for the collectives that round only once."""
     if residual is None or x.size == 0:
         return x, residual
-    paid = dataclasses.replace(residual, send=jnp.zeros_like(residual.send))
-    return _add(x, residual.send.astype(jnp.float32), fmt), paid
+    nothing = jax.tree.map(jnp.zeros_like, residual.send)
+    paid = dataclasses.replace(residual, send=nothing)
+    return _add(x, compact.expand(residual.send), fmt), paid
 
 
 def _add(x: AnyFloat, owed: AnyFloat, fmt: WireFormat) -> AnyFloat:
@@ -94,8 +100,8 @@ def _psum(x, axis_name):
 
 
 _psum.defvjp(
-    lambda x, axis_name: (lax.psum(x, axis_name), None),
-    lambda axis_name, _, ct: (_vary(ct, axis_name),),
+    lambda x, axis_name: (_psum(x, axis_name), None),
+    lambda axis_name, _, ct: (_pvary(ct, axis_name),),
 )
 
 
@@ -105,6 +111,6 @@ def _pvary(x, axis_name):
 
 
 _pvary.defvjp(
-    lambda x, axis_name: (_vary(x, axis_name), None),
-    lambda axis_name, _, ct: (lax.psum(ct, axis_name),),
+    lambda x, axis_name: (_pvary(x, axis_name), None),
+    lambda axis_name, _, ct: (_psum(ct, axis_name),),
 )

@@ -8,7 +8,9 @@ bytes, so that the results are bit-identical.
 
 import dataclasses
 import itertools
+import operator
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -59,7 +61,7 @@ def gather(
     codec, fmt = get_codec(config.backend, config.format), config.format
     shape = blocking.row_shape(x.shape)
     blocks = blocking.num_blocks(x.shape, fmt.block_size)
-    owed = None if residual is None else _flat(residual.send)[None, :blocks]
+    owed = None if residual is None else _first_blocks(residual.send, blocks)
     payloads, owed = codec.send(x.reshape(shape), owed, fmt=fmt, chunks=1)
     payloads = lax.all_gather(payloads[0], axis_name, axis=0, tiled=False)
     ranks = payloads.shape[0]
@@ -67,8 +69,8 @@ def gather(
         payloads, shape=(ranks * shape[0], shape[1]), dtype=x.dtype, fmt=fmt
     )
     if residual is not None:
-        send = jnp.pad(owed[0], ((0, _flat(residual.send).shape[0] - blocks), (0, 0)))
-        residual = dataclasses.replace(residual, send=send.reshape(residual.send.shape))
+        send = jax.tree.map(_pad_like, owed, residual.send)
+        residual = dataclasses.replace(residual, send=send)
     return y.reshape(ranks, *x.shape), residual
 
 
@@ -101,12 +103,12 @@ def _pieces(rows, residual: Residual | None, axis_name, config: EchoConfig):
     edges = [blocks * piece // pieces for piece in range(pieces + 1)]
     outputs, residuals = [], []
     for start, stop in itertools.pairwise(edges):
-        part = None
+        part, run = None, (slice(None), slice(start, stop))
         if residual is not None:
             part = dataclasses.replace(
                 residual,
-                send=residual.send[:, start:stop],
-                reduce=residual.reduce[start:stop],
+                send=jax.tree.map(operator.itemgetter(run), residual.send),
+                reduce=jax.tree.map(operator.itemgetter(run[1]), residual.reduce),
             )
         piece = values[:, start:stop].reshape(-1, size)
         y, part = _one_piece(piece, part, axis_name, config)
@@ -116,8 +118,8 @@ def _pieces(rows, residual: Residual | None, axis_name, config: EchoConfig):
     if residual is not None:
         residual = dataclasses.replace(
             residual,
-            send=jnp.concatenate([part.send for part in residuals], axis=1),
-            reduce=jnp.concatenate([part.reduce for part in residuals]),
+            send=_join([part.send for part in residuals], axis=1),
+            reduce=_join([part.reduce for part in residuals], axis=0),
         )
     return y, residual
 
@@ -139,5 +141,19 @@ def _gather_sum(payload: Payload, axis_name: AxisName) -> Payloads:
     return lax.all_gather(payload, axis_name, axis=0, tiled=False, to=to)
 
 
-def _flat(send):
-    return send.reshape(-1, send.shape[-1])
+def _join(parts: list, *, axis: int):
+    return jax.tree.map(lambda *leaves: jnp.concatenate(leaves, axis=axis), *parts)
+
+
+def _first_blocks(send, blocks: int):
+    """The first blocks of all chunks, as one chunk."""
+    return jax.tree.map(
+        lambda leaf: leaf.reshape(1, -1, *leaf.shape[2:])[:, :blocks], send
+    )
+
+
+def _pad_like(owed, send):
+    """One chunk of some blocks in the shape of all chunks, nothing owed by the rest."""
+    missing = send.shape[0] * send.shape[1] - owed.shape[1]
+    padding = [(0, 0), (0, missing)] + [(0, 0)] * (owed.ndim - 2)
+    return jnp.pad(owed, padding).reshape(send.shape)

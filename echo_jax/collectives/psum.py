@@ -1,5 +1,6 @@
 """``echo_psum`` and its mirror ``echo_pvary``."""
 
+import dataclasses
 import functools
 
 import jax
@@ -35,7 +36,11 @@ def echo_psum(
     untouched, to be used by :func:`echo_pvary`. Under ``check_vma=False`` differentiate
     inside the ``shard_map`` and use this pair or the exact pair of
     :mod:`echo_jax.collectives.exact` for every collective: JAX scales the cotangents
-    of a ``grad`` taken outside by ``1/N``, before they can be seen here.
+    of a ``grad`` taken outside by ``1/N``, before they can be seen here. Second
+    derivatives take the same rules; forward mode (``jax.jvp``) is refused by JAX.
+
+    An axis of one rank is rounded like any other, so that one device can show what
+    many would do; ``config.exact()`` leaves it out.
 
     Sharding: inside ``jax.shard_map`` or ``jax.vmap(axis_name=...)``. ``x`` varies
     along the axis; ``y`` is the same on every rank, bit for bit, and typed so.
@@ -113,15 +118,7 @@ def echo_pvary(
     Multi-Billion Parameter Language Models Using Model Parallelism", 2019.
     """
     x = call.prepare("echo_pvary", x, residual, axis_name, config)
-    already = axes.varying_axes(x) & frozenset(axes.axis_names(axis_name))
-    if already:
-        raise ValueError(
-            f"echo_pvary: x already varies along {sorted(map(str, already))}, so its "
-            "gradient must not be summed over them.\n"
-            "  wrong:  echo_pvary(partial_sum, residual, axis_name)\n"
-            "  right:  echo_pvary(stream, residual, axis_name), with the stream the "
-            "output of echo_psum or an input with in_specs=P()"
-        )
+    axes.check_invariant("echo_pvary", x, axis_name)
     check_residual(residual, x.shape, axis_name, config)
     x, residual = call.unify(x, residual, axis_name, invariant=True)
     return _echo_pvary(x, residual, axis_name, config)
@@ -157,7 +154,8 @@ def flush(
     Example:
         >>> y, residual = echo.flush(x, residual, "tp", config=config)
     """
-    return echo_psum(x, residual, axis_name, config=config.exact())
+    paying = dataclasses.replace(config.exact(), feedback=True)
+    return echo_psum(x, residual, axis_name, config=paying)
 
 
 def _all_reduce(x, residual, axis_name, config: EchoConfig):
@@ -175,15 +173,15 @@ def _echo_psum(x, residual, axis_name, config):
     return _all_reduce(x, residual, axis_name, config)
 
 
+# Each rule calls the other of the pair, never the codec itself: second derivatives then
+# meet these rules again, and not the derivative of a rounding, which is zero.
 def _echo_psum_fwd(x, residual, axis_name, config):
-    return _all_reduce(x, residual, axis_name, config), None
+    return _echo_psum(x, residual, axis_name, config), None
 
 
 def _echo_psum_bwd(axis_name, config, _, cotangents):
     y_bar, residual_bar = cotangents
-    if axes.is_tracked(axis_name):
-        y_bar = axes.to_varying(y_bar, frozenset(axes.axis_names(axis_name)))
-    return y_bar, residual_bar
+    return _echo_pvary(y_bar, residual_bar, axis_name, config)
 
 
 _echo_psum.defvjp(_echo_psum_fwd, _echo_psum_bwd)
@@ -202,7 +200,7 @@ def _echo_pvary_fwd(x, residual, axis_name, config):
 
 def _echo_pvary_bwd(axis_name, config, _, cotangents):
     x_bar, residual_bar = cotangents
-    return _all_reduce(x_bar, residual_bar, axis_name, config)
+    return _echo_psum(x_bar, residual_bar, axis_name, config)
 
 
 _echo_pvary.defvjp(_echo_pvary_fwd, _echo_pvary_bwd)

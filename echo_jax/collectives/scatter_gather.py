@@ -140,8 +140,7 @@ def _psum_scatter(x, residual, axis_name, dimension, tiled, config):
 
 
 def _psum_scatter_fwd(x, residual, axis_name, dimension, tiled, config):
-    out = _scatter_forward(x, residual, axis_name, dimension, tiled, config)
-    return out, None
+    return _psum_scatter(x, residual, axis_name, dimension, tiled, config), None
 
 
 def _psum_scatter_bwd(axis_name, dimension, tiled, config, _, cotangents):
@@ -174,7 +173,7 @@ def _all_gather(x, residual, axis_name, axis, tiled, config):
 
 
 def _all_gather_fwd(x, residual, axis_name, axis, tiled, config):
-    return _gather_forward(x, residual, axis_name, axis, tiled, config), None
+    return _all_gather(x, residual, axis_name, axis, tiled, config), None
 
 
 def _all_gather_bwd(axis_name, axis, tiled, config, _, cotangents):

@@ -5,6 +5,7 @@ Both follow from static shapes and the configuration alone, never from timing.
 
 import dataclasses
 import math
+from numbers import Integral
 from typing import Literal, get_args
 
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from echo_jax.residual import Verb, check_scatter, scatter_shape
 from echo_jax.typing import Shape
 from echo_jax.wire import blocks as blocking
 
-Path = Literal["echo", "exact"]
+CallPath = Literal["echo", "exact"]
 
 SUPPORTED_DTYPES = ("float32", "bfloat16", "float16")
 
@@ -24,7 +25,7 @@ SUPPORTED_DTYPES = ("float32", "bfloat16", "float16")
 class Explanation:
     """What a call does and why. ``str()`` gives one readable paragraph."""
 
-    path: Path  # "echo": through the codec; "exact": a full-width collective
+    path: CallPath  # "echo": through the codec; "exact": a full-width collective
     reason: str  # why this path
     backend: str | None  # who runs the codec; None on the exact path
     x_bytes: int  # bytes of the rank's x
@@ -52,8 +53,28 @@ def x_bytes(shape: Shape, dtype) -> int:
 
 
 def takes_exact_path(shape: Shape, dtype, config: EchoConfig) -> bool:
-    """Whether a call on a tensor of this shape is exact: it is small, or empty."""
-    return math.prod(shape) == 0 or x_bytes(shape, dtype) < config.min_bytes
+    """Whether a call on a tensor of this shape is exact."""
+    return _exact_reason(shape, dtype, config) is not None
+
+
+def _exact_reason(shape: Shape, dtype, config: EchoConfig) -> str | None:
+    """Why a call is exact; None if it goes through the codec."""
+    size = x_bytes(shape, dtype)
+    if config.is_exact:
+        return "this call is configured to be exact"
+    if size == 0:
+        return "x is empty"
+    if size < config.min_bytes:
+        return f"x has {size:,} B, under min_bytes={config.min_bytes:,}"
+    blocks = blocking.num_blocks(shape, config.format.block_size)
+    payload = blocks * config.format.block_bytes
+    if config.min_bytes and payload >= size:
+        return (
+            f"blocks run along the last axis, and would make {payload:,} B of the "
+            f"{size:,} B of x: let the last axis fill a block of "
+            f"{config.format.block_size} values"
+        )
+    return None
 
 
 def wire_bytes(
@@ -69,7 +90,8 @@ def wire_bytes(
     """Bytes that one rank sends to others in one call, by collective, exactly.
 
     Scales and padding are counted; what a rank keeps for itself is not. On the exact
-    path the count is that of a bandwidth-optimal (ring) all-reduce.
+    path, which ``dtype`` has a say in, the count is that of a bandwidth-optimal (ring)
+    all-reduce.
 
     Args:
       shape: shape of the rank's ``x``.
@@ -93,7 +115,7 @@ def wire_bytes(
         >>> wire_bytes((8, 64), 8, EchoConfig(min_bytes=0))
         {'all_to_all': 238, 'all_gather': 238}
     """
-    shape = _checked(shape, dtype, axis_size, verb)
+    shape = _checked(shape, dtype, axis_size, config, verb)
     if verb == "psum_scatter":
         check_scatter(shape, axis_size, scatter_dimension, tiled=tiled)
     if takes_exact_path(shape, dtype, config):
@@ -142,18 +164,11 @@ def explain(
         >>> explain((1, 4096), "bfloat16", 8).path
         'exact'
     """
-    shape = _checked(shape, dtype, axis_size, verb)
+    shape = _checked(shape, dtype, axis_size, config, verb)
     size = x_bytes(shape, dtype)
-    backend = None
-    if config.is_exact:
-        path, reason = "exact", "this call is configured to be exact"
-    elif math.prod(shape) == 0:
-        path, reason = "exact", "x is empty"
-    elif takes_exact_path(shape, dtype, config):
-        path = "exact"
-        reason = f"x has {size:,} B, under min_bytes={config.min_bytes:,}"
-    else:
-        path = "echo"
+    reason, backend = _exact_reason(shape, dtype, config), None
+    path: CallPath = "exact" if reason else "echo"
+    if reason is None:
         reason = f"x has {size:,} B, at least min_bytes={config.min_bytes:,}"
         backend = get_codec(config.backend, config.format).name
     return Explanation(
@@ -180,23 +195,34 @@ def check_dtype(dtype) -> None:
     Raises:
       ValueError: naming what is accepted and the exact twin for the rest.
     """
-    if jnp.dtype(dtype).name not in SUPPORTED_DTYPES:
+    try:
+        name = jnp.dtype(dtype).name
+    except TypeError:
+        name = repr(dtype)
+    if name not in SUPPORTED_DTYPES:
         raise ValueError(
-            f"dtype {jnp.dtype(dtype).name} is not supported: echo_jax carries "
+            f"dtype {name} is not supported: echo_jax carries "
             f"{', '.join(SUPPORTED_DTYPES)}. Cast x first, or use the collective of "
             "jax.lax, which is exact for integers and float64."
         )
 
 
-def _checked(shape, dtype, axis_size: int, verb: str) -> Shape:
+def _checked(shape, dtype, axis_size: int, config, verb: str) -> Shape:
     check_dtype(dtype)
+    if not isinstance(config, EchoConfig):
+        raise TypeError(
+            f"config must be an EchoConfig, got {type(config).__name__}: write "
+            "EchoConfig(format=WireFormat(...))."
+        )
     if verb not in get_args(Verb):
         raise ValueError(f"verb={verb!r} is not known: choose one of {get_args(Verb)}.")
     if not isinstance(shape, tuple | list):
         raise TypeError(
             f"shape must be a tuple, got {shape!r}: that of one rank's x, as x.shape."
         )
-    if not isinstance(axis_size, int) or axis_size < 1:
+    if not all(isinstance(n, Integral) and int(n) >= 0 for n in shape):
+        raise ValueError(f"shape={shape!r} must hold integers of at least 0.")
+    if not isinstance(axis_size, Integral) or int(axis_size) < 1:
         raise ValueError(f"axis_size={axis_size!r} must be an int of at least 1.")
     return tuple(shape)
 

@@ -1,11 +1,21 @@
 """The one interface that every codec backend has, and the choice among them."""
 
 import dataclasses
+import functools
+import importlib
+import importlib.util
 from collections.abc import Callable
 
+import jax
+
 from echo_jax.config import Backend
-from echo_jax.kernels import xla
+from echo_jax.kernels import dispatch, xla
 from echo_jax.wire.format import WireFormat
+
+# Formats whose codes fill whole bytes slot by slot; the others take two planes.
+KERNEL_BITS = (2, 4, 8)
+# What JAX on an NVIDIA GPU is made of: without one of these nothing is compiled for it.
+_CUDA_PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -14,17 +24,20 @@ class Codec:
 
     ``chunks`` is the number of ranks, ``blocks`` the blocks of one chunk:
     ``ceil(rows * ceil(width / block_size) / chunks)``. A payload has
-    ``blocks * fmt.block_bytes`` bytes.
+    ``blocks * fmt.block_bytes`` bytes. A residual is an array of the shape given, a
+    :class:`~echo_jax.wire.compact.Compact` of it, or None; without one, None is
+    returned for it.
 
     * ``send(x, residual, *, fmt, chunks) -> (payloads, residual)``: adds the residual
       ``(chunks, blocks, block_size)`` to the rotated blocks of ``x (rows, width)``,
       quantizes and packs one payload for each rank; the new residual is what was left
-      out. Without a residual returns None for it.
+      out.
     * ``reduce(payloads, residual, *, fmt) -> (payload, residual)``: dequantizes one
       chunk of each rank, adds them in rank order in float32, then the residual
       ``(blocks, block_size)``, and quantizes the sum.
-    * ``return_(payloads, *, shape, dtype, fmt) -> x``: dequantizes the gathered
-      payloads, rotates back and casts, to rows of ``shape``.
+    * ``return_(payloads, *, shape, dtype, fmt, stream=None) -> x``: dequantizes the
+      gathered payloads, rotates back, adds ``stream`` if there is one, in float32, and
+      casts, to rows of ``shape``.
     * ``sum_chunks(payloads, *, shape, dtype, fmt) -> x``: the sum of ``reduce`` handed
       out in full precision instead, for a reduce-scatter.
     """
@@ -48,13 +61,79 @@ XLA = Codec(
 def get_codec(backend: Backend, fmt: WireFormat) -> Codec:
     """The codec that runs ``fmt`` under this choice of backend.
 
+    ``"auto"`` takes the best kernels that can be compiled here, Triton before Pallas,
+    wherever a program is lowered for an NVIDIA GPU, and the definition elsewhere; its
+    name says both. Compiling ahead for a GPU that is not here needs ``"auto"``.
+
     Raises:
       ValueError: if an explicitly chosen backend cannot run. Never falls back from an
         explicit choice.
     """
-    if backend in ("auto", "xla"):
+    if backend == "xla":
         return XLA
-    raise ValueError(
-        f"backend={backend!r} is not part of this release, asked for by {fmt}: use "
-        "backend='auto' or 'xla'."
+    if backend == "auto":
+        name = _best_kernels() if fmt.bits in KERNEL_BITS else None
+        return _with_kernels(name, elsewhere="xla") if name else XLA
+    _check_format(backend, fmt)
+    _check_device(backend)
+    if backend == "triton":
+        _check_triton()
+    return _with_kernels(backend)
+
+
+@functools.cache
+def _with_kernels(name: str, elsewhere: str | None = None) -> Codec:
+    """A codec of the kernels in the module of that name."""
+    kernels = importlib.import_module(f"echo_jax.kernels.{name}")
+    fall_back = elsewhere is not None
+    return Codec(
+        name=f"{name} on cuda, {elsewhere} elsewhere" if fall_back else name,
+        send=functools.partial(dispatch.send, kernels, fall_back),
+        reduce=functools.partial(dispatch.reduce, kernels, fall_back),
+        return_=functools.partial(dispatch.return_, kernels, fall_back),
+        sum_chunks=xla.sum_chunks,
     )
+
+
+@functools.cache
+def _best_kernels() -> str | None:
+    if not any(importlib.util.find_spec(plugin) for plugin in _CUDA_PLUGINS):
+        return None
+    return "triton" if _triton_error() is None else "pallas"
+
+
+@functools.cache
+def _triton_error() -> ImportError | None:
+    """Why the Triton kernels cannot be imported, or None if they can."""
+    try:
+        importlib.import_module("echo_jax.kernels.triton")
+    except ImportError as error:
+        return error
+    return None
+
+
+def _check_format(backend: str, fmt: WireFormat) -> None:
+    if fmt.bits not in KERNEL_BITS:
+        raise ValueError(
+            f"backend={backend!r} has no kernels for {fmt.bits} bits, only for "
+            f"{KERNEL_BITS}: use backend='auto' or 'xla', or one of those widths."
+        )
+
+
+def _check_device(backend: str) -> None:
+    try:
+        jax.local_devices(backend="cuda")
+    except RuntimeError as error:
+        raise ValueError(
+            f"backend={backend!r} needs an NVIDIA GPU, and JAX sees none here: use "
+            "backend='auto', which also compiles ahead for a GPU elsewhere, or 'xla'."
+        ) from error
+
+
+def _check_triton() -> None:
+    error = _triton_error()
+    if error is not None:
+        raise ValueError(
+            f"backend='triton' cannot be imported ({error}): install the extra "
+            "echo_jax[triton] beside JAX's CUDA plugin, or use backend='auto'."
+        ) from error

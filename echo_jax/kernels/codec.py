@@ -34,8 +34,9 @@ def quantize(
         >>> payload.shape, payload.dtype
         ((136,), dtype('uint8'))
     """
+    _check_format(fmt)
     x = jnp.asarray(x)
-    if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize > 4:
+    if x.dtype.name not in ("float32", "bfloat16", "float16"):
         raise ValueError(f"quantize needs float32, bfloat16 or float16, got {x.dtype}.")
     if x.size == 0:
         return jnp.zeros((0,), jnp.uint8)
@@ -71,6 +72,7 @@ def dequantize(
         >>> fmt = WireFormat(bits=4)
         >>> x_hat = dequantize(quantize(x, fmt), x.shape, x.dtype, fmt)
     """
+    _check_format(fmt)
     shape = tuple(shape)
     needed = blocking.num_blocks(shape, fmt.block_size) * fmt.block_bytes
     if payload.shape != (needed,) or payload.dtype != jnp.uint8:
@@ -85,3 +87,11 @@ def dequantize(
         payload[None], shape=blocking.row_shape(shape), dtype=dtype, fmt=fmt
     )
     return rows.reshape(shape)
+
+
+def _check_format(fmt: WireFormat) -> None:
+    if not isinstance(fmt, WireFormat):
+        raise TypeError(
+            f"fmt must be a WireFormat, got {type(fmt).__name__}: that of an "
+            "EchoConfig is config.format."
+        )

@@ -12,7 +12,8 @@ from echo_jax.typing import (
     SendResidual,
 )
 from echo_jax.wire import blocks as blocking
-from echo_jax.wire import packing, quantizer
+from echo_jax.wire import compact, packing, quantizer
+from echo_jax.wire.compact import Compact
 from echo_jax.wire.format import WireFormat
 from echo_jax.wire.rotation import rotate, transform, unrotate
 
@@ -21,22 +22,27 @@ _UNROLL_RANKS = 16
 
 
 def send(
-    x: Rows, residual: SendResidual | None, *, fmt: WireFormat, chunks: int
-) -> tuple[Payloads, SendResidual | None]:
+    x: Rows, residual: SendResidual | Compact | None, *, fmt: WireFormat, chunks: int
+) -> tuple[Payloads, SendResidual | Compact | None]:
     """See :class:`echo_jax.kernels.api.Codec`."""
     values = blocking.to_blocks(x.astype(jnp.float32), fmt.block_size, chunks)
     return _encode_with_feedback(rotate(values, fmt), residual, fmt)
 
 
 def reduce(
-    payloads: Payloads, residual: ReduceResidual | None, *, fmt: WireFormat
-) -> tuple[Payload, ReduceResidual | None]:
+    payloads: Payloads, residual: ReduceResidual | Compact | None, *, fmt: WireFormat
+) -> tuple[Payload, ReduceResidual | Compact | None]:
     """See :class:`echo_jax.kernels.api.Codec`."""
     return _encode_with_feedback(_sum_in_rank_order(payloads, fmt), residual, fmt)
 
 
 def return_(
-    payloads: Payloads, *, shape: tuple[int, int], dtype, fmt: WireFormat
+    payloads: Payloads,
+    *,
+    shape: tuple[int, int],
+    dtype,
+    fmt: WireFormat,
+    stream: Rows | None = None,
 ) -> Rows:
     """See :class:`echo_jax.kernels.api.Codec`."""
     codes, scales = packing.split(payloads, fmt)
@@ -47,7 +53,10 @@ def return_(
         values = transform(values)
         scales = scales * 2.0**-fmt.inverse_exponent
     values = values * scales[..., None]
-    return blocking.from_blocks(values, shape).astype(dtype)
+    rows = blocking.from_blocks(values, shape)
+    if stream is not None:
+        rows = stream.astype(jnp.float32) + rows
+    return rows.astype(dtype)
 
 
 def sum_chunks(
@@ -61,11 +70,13 @@ def sum_chunks(
 def _encode_with_feedback(values: Blocks, residual, fmt: WireFormat):
     """Quantizes ``values + residual``; returns the payload and what it left out."""
     if residual is not None:
-        values = values + residual.astype(jnp.float32)
+        values = values + compact.expand(residual)
     codes, scales = quantizer.encode(values, fmt)
     payload = packing.join(codes, scales, fmt)
     if residual is None:
         return payload, None
+    if isinstance(residual, Compact):
+        return payload, compact.compress(values, codes, scales, fmt, type(residual))
     decoded = quantizer.decode(codes, scales, fmt)
     error = quantizer.rounding_error(values, decoded, scales)
     return payload, error.astype(residual.dtype)

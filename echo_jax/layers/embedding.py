@@ -16,7 +16,8 @@ class VocabParallelEmbed(nnx.Module):
     """A table of token embeddings with its rows cut over the axis.
 
     Rows beyond ``num_embeddings`` pad the table to a multiple of ``pad_to``, so that
-    every vocabulary fits every mesh; no token reads them, and readouts mask them.
+    every vocabulary fits every mesh; readouts mask them. A token outside the vocabulary
+    has the embedding NaN.
 
     Args:
       num_embeddings: size of the vocabulary.
@@ -60,7 +61,9 @@ class VocabParallelEmbed(nnx.Module):
         local = tokens - lax.axis_index(self.axis_name) * table.shape[0]
         mine = (local >= 0) & (local < table.shape[0])
         rows = jnp.take(table, jnp.where(mine, local, 0), axis=0)
-        return jnp.where(mine[..., None], rows, 0)
+        rows = jnp.where(mine[..., None], rows, 0)
+        known = (tokens >= 0) & (tokens < self.num_embeddings)
+        return jnp.where(known[..., None], rows, jnp.nan)
 
     def attend(self, x: AnyFloat) -> Float[Array, "... local_vocab"]:
         """This rank's logits from the table itself, for tied embeddings."""
@@ -134,7 +137,7 @@ def vocab_parallel_cross_entropy(
       axis_name: the tensor-parallel axis.
 
     Returns:
-      The loss of each token, in float32.
+      The loss of each token, in float32; NaN for a label that no rank holds.
 
     Source: Shoeybi et al., "Megatron-LM", 2019, section 3.
     """
@@ -148,4 +151,5 @@ def vocab_parallel_cross_entropy(
     index = jnp.where(mine, local, 0)[..., None]
     label_logit = jnp.take_along_axis(shifted, index, axis=-1)[..., 0]
     label_logit = exact.psum(jnp.where(mine, label_logit, 0.0), axis_name)
-    return jnp.log(normalizer) - label_logit
+    known = (labels >= 0) & (labels < columns * lax.axis_size(axis_name))
+    return jnp.where(known, jnp.log(normalizer) - label_logit, jnp.nan)

@@ -12,9 +12,10 @@ from echo_jax.typing import AnyFloat
 class RMSNorm(nnx.Module):
     r"""``x / rms(x) * scale`` over the last axis.
 
-    Sharding: ``x`` may vary along the axis, as it does behind ``echo_pvary``; the scale
-    is replicated. Its gradient is then a partial sum on each rank, added up exactly:
-    the only full-width traffic of a layer, ``width`` values.
+    Sharding: ``x`` must come from ``echo_pvary`` (or ``exact.pvary``); the scale is
+    replicated. Its gradient is then a partial sum on each rank, added up exactly: the
+    only full-width traffic of a layer, ``width`` values. On an ``x`` whose gradient is
+    whole already that sum would count it once for each rank.
 
     Args:
       width: length of the last axis.

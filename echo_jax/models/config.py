@@ -10,6 +10,8 @@ from echo_jax.layers.rope import RopeScaling
 
 Remat = Literal["none", "layer", "save_sums"]
 
+_DTYPES = ("float32", "bfloat16", "float16")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
@@ -37,8 +39,9 @@ class DecoderConfig:
     vocab_multiple: int = 64
     dtype: str = "float32"  # of the computation, and so of the partial sums
     param_dtype: str = "float32"  # of the parameters
-    # What the backward pass recomputes: nothing; each layer, its sums included; each
-    # layer except its sums, so that no collective runs twice.
+    # What the backward pass recomputes: nothing; each layer, its first sum included; or
+    # (the one to use where memory is short) each layer except its sums, so that no
+    # collective runs twice.
     remat: Remat = "none"
 
     def __post_init__(self):
@@ -62,6 +65,11 @@ class DecoderConfig:
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} must be even for rotation.")
+        for name in ("dtype", "param_dtype"):
+            if getattr(self, name) not in _DTYPES:
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} must be one of {_DTYPES}."
+                )
         if self.remat not in ("none", "layer", "save_sums"):
             raise ValueError(
                 f"remat={self.remat!r} must be 'none', 'layer' or 'save_sums'."
@@ -73,11 +81,13 @@ class DecoderConfig:
         return 2 * self.num_layers
 
     def check_ranks(self, ranks: int, axis_name: str = "tensor") -> None:
-        """Refuses a tensor-parallel axis that does not divide heads or hidden features.
+        """Refuses a tensor-parallel axis that does not divide what it must cut.
 
         Raises:
           ValueError: naming the first size that does not fit.
         """
+        padded = -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
+        check_divides("padded vocabulary", padded, ranks, axis_name)
         check_divides("num_heads", self.num_heads, ranks, axis_name)
         check_divides("num_kv_heads", self.num_kv_heads, ranks, axis_name)
         check_divides("mlp_width", self.mlp_width, ranks, axis_name)

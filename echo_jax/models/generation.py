@@ -97,7 +97,7 @@ def generate(
     """
     if not prompts:
         return []
-    prompts = [_checked(model, prompt, config) for prompt in prompts]
+    prompts = check_prompts(model, prompts, config)
     stop = model.checkpoint.eos_ids if config.stop_ids is None else config.stop_ids
     texts: list[list[int]] = [[] for _ in prompts]
     running = [True] * len(prompts)
@@ -116,6 +116,17 @@ def generate(
             break
         token, cache = steps.decode(token, cache, step)
     return texts
+
+
+def check_prompts(
+    model: LoadedModel, prompts: Sequence[Sequence[int]], config: GenerationConfig
+) -> list[list[int]]:
+    """The prompts as :func:`generate` takes them, none of them empty.
+
+    Raises:
+      ValueError: as :func:`generate`.
+    """
+    return [_checked(model, prompt, config) for prompt in prompts]
 
 
 def bytes_per_token(model: LoadedModel, plan: DepthPlan, *, tokens: int) -> float:

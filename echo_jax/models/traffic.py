@@ -33,10 +33,14 @@ def stream_traffic(
       out.
     """
     plan = plan.bind(config.num_calls)
+    calls = [plan.vocab, *plan]
     if direction == "backward":
-        plan = plan.backward
+        calls = [plan.backward.vocab, *plan.backward]
+        if config.remat == "layer":
+            # The sum of each attention runs again: what follows it needs the stream.
+            calls += list(plan)[::2]
     total: collections.Counter[str] = collections.Counter()
     shape = (batch, length, config.width)
-    for call in (plan.vocab, *plan):
+    for call in calls:
         total.update(wire_bytes(shape, ranks, call, dtype=config.dtype))
     return dict(total)

@@ -4,8 +4,10 @@ from echo_jax.training.config import DataConfig as DataConfig
 from echo_jax.training.config import MeshConfig as MeshConfig
 from echo_jax.training.config import OptimizerConfig as OptimizerConfig
 from echo_jax.training.config import TrainConfig as TrainConfig
+from echo_jax.training.loop import Comparison as Comparison
 from echo_jax.training.loop import RunResult as RunResult
 from echo_jax.training.loop import compare as compare
+from echo_jax.training.loop import prepare as prepare
 from echo_jax.training.state import ModelParts as ModelParts
 from echo_jax.training.state import TrainState as TrainState
 from echo_jax.training.state import create_state as create_state

@@ -67,9 +67,15 @@ class OptimizerConfig:
                 f"learning_rate={self.learning_rate} and clip={self.clip} must be "
                 "positive."
             )
-        if not 0 <= self.warmup <= 1 or not 0 <= self.final <= 1:
+        if not 0 <= self.warmup < 1 or not 0 <= self.final <= 1:
             raise ValueError(
-                f"warmup={self.warmup} and final={self.final} are shares from 0 to 1."
+                f"warmup={self.warmup} and final={self.final} are shares from 0 to 1; "
+                "warmup is less than 1."
+            )
+        if not 0 <= self.beta2 < 1 or not self.weight_decay >= 0:
+            raise ValueError(
+                f"beta2={self.beta2} must be from 0 to under 1 and "
+                f"weight_decay={self.weight_decay} at least 0."
             )
 
 
@@ -92,6 +98,8 @@ class TrainConfig:
             raise ValueError(
                 f"steps={self.steps} and log_every={self.log_every} must be at least 1."
             )
+        if self.seed < 0:
+            raise ValueError(f"seed={self.seed} must be at least 0.")
         if not self.variants or len(set(self.variants)) != len(self.variants):
             raise ValueError(
                 f"variants={self.variants} must name at least one, each once."

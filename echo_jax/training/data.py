@@ -1,10 +1,13 @@
 """Text as bytes: reading it, holding a part out, drawing batches."""
 
+import os
 import pathlib
 import sysconfig
 
 import numpy as np
 from jaxtyping import Int32, UInt8
+
+from echo_jax.training.config import DataConfig
 
 Tokens = UInt8[np.ndarray, "_"]  # a text, byte by byte
 Batch = Int32[np.ndarray, "batch length_plus_1"]
@@ -24,7 +27,7 @@ def read_text(path: pathlib.Path | None) -> Tokens:
         machine with Python has.
 
     Returns:
-      The bytes, at most 16 MiB of them.
+      The bytes of the files in the order of their names, cut off after 16 MiB.
 
     Raises:
       ValueError: if there is nothing to read, or it cannot be read.
@@ -32,17 +35,19 @@ def read_text(path: pathlib.Path | None) -> Tokens:
     root = pathlib.Path(sysconfig.get_path("stdlib")) if path is None else path
     if not root.exists():
         raise ValueError(f"{root} does not exist: give a file or a folder of text.")
-    files = [root] if root.is_file() else _text_files(root)
-    parts, size = [], 0
+    skipped = _SKIPPED_FOLDERS if path is None else ()
+    files = [root] if root.is_file() else _text_files(root, skipped)
+    parts, left = [], _MAX_BYTES
     for file in files:
         try:
-            parts.append(file.read_bytes())
+            with file.open("rb") as opened:
+                parts.append(opened.read(left))
         except OSError as error:
             raise ValueError(f"{file} cannot be read: {error.strerror}.") from error
-        size += len(parts[-1])
-        if size >= _MAX_BYTES:
+        left -= len(parts[-1]) + 1  # and a line end
+        if left <= 0:
             break
-    text = np.frombuffer(b"\n".join(parts)[:_MAX_BYTES], np.uint8)
+    text = np.frombuffer(b"\n".join(parts), np.uint8)
     if not text.size:
         raise ValueError(
             f"{root} holds no text: give a file, or a folder with files ending in "
@@ -75,32 +80,33 @@ def split_heldout(text: Tokens, length: int) -> tuple[Tokens, Tokens]:
     return parts
 
 
-def draw_batch(
-    text: Tokens, *, batch_size: int, length: int, seed: int, step: int
-) -> Batch:
+def draw_batch(text: Tokens, *, sizes: DataConfig, seed: int, step: int) -> Batch:
     """Sequences from random places, a function of seed and step alone.
 
     Returns:
       ``(batch_size, length + 1)`` token ids: inputs and, shifted by one, targets.
     """
     random = np.random.default_rng((seed, step))
-    starts = random.integers(0, text.size - length, size=batch_size)
-    return text[starts[:, None] + np.arange(length + 1)].astype(np.int32)
+    starts = random.integers(0, text.size - sizes.length, size=sizes.batch_size)
+    return text[starts[:, None] + np.arange(sizes.length + 1)].astype(np.int32)
 
 
-def heldout_batch(text: Tokens, *, batch_size: int, length: int, index: int) -> Batch:
-    """Evenly spread sequences of the held-out text, the same for every run."""
-    offset = np.arange(index * batch_size, (index + 1) * batch_size)
-    starts = (offset * (length + 1) * 7919) % (text.size - length)
-    return text[starts[:, None] + np.arange(length + 1)].astype(np.int32)
+def heldout_batch(text: Tokens, *, sizes: DataConfig, index: int) -> Batch:
+    """One of ``sizes.heldout_batches``, spread evenly over the text, for every run."""
+    total = sizes.heldout_batches * sizes.batch_size
+    starts = np.linspace(0, text.size - sizes.length - 1, total).astype(int)
+    starts = starts[index :: sizes.heldout_batches]
+    return text[starts[:, None] + np.arange(sizes.length + 1)].astype(np.int32)
 
 
-def _text_files(root: pathlib.Path) -> list[pathlib.Path]:
+def _text_files(root: pathlib.Path, skipped: tuple[str, ...]) -> list[pathlib.Path]:
     """The text files below a folder, in the same order on every machine."""
-    return sorted(
-        file
-        for file in root.rglob("*")
-        if file.suffix in _TEXT_SUFFIXES
-        and file.is_file()
-        and not set(file.relative_to(root).parts[:-1]) & set(_SKIPPED_FOLDERS)
-    )
+    found = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in skipped]
+        found += [
+            pathlib.Path(folder, name)
+            for name in names
+            if name.endswith(_TEXT_SUFFIXES)
+        ]
+    return sorted(found)

@@ -1,6 +1,7 @@
 """Stopping at a step's end when the user asks for it."""
 
 import signal
+import sys
 import threading
 from types import FrameType, TracebackType
 
@@ -37,3 +38,4 @@ class Interrupt:
         if self.requested:
             raise KeyboardInterrupt
         self.requested = True
+        print("Stopping at the end of this step.", file=sys.stderr, flush=True)

@@ -8,11 +8,11 @@ from collections.abc import Callable
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from echo_jax.layers.partitioning import Params
 from echo_jax.models.traffic import stream_traffic
 from echo_jax.records import Record, RecordWriter
 from echo_jax.training import data as text_data
 from echo_jax.training.config import TrainConfig, Variant
+from echo_jax.training.data import Tokens
 from echo_jax.training.interrupt import Interrupt
 from echo_jax.training.state import create_state, make_mesh, make_optimizer
 from echo_jax.training.step import make_eval_step, make_train_step
@@ -31,7 +31,7 @@ class RunResult:
     losses: list[float] = dataclasses.field(default_factory=list)  # of each step, nats
     heldout: list[float] = dataclasses.field(default_factory=list)  # of each batch
     bytes_per_token: dict[str, float] = dataclasses.field(default_factory=dict)
-    residual_rms: float = 0.0  # owed by senders after the last forward pass
+    residual_rms: float | None = None  # owed by senders after the last forward pass
     step_seconds: float | None = None  # median after the first step
 
     @property
@@ -53,173 +53,140 @@ def gap_percent(result: RunResult, exact: RunResult | None) -> float | None:
     return 100.0 * (result.heldout_loss / exact.heldout_loss - 1.0)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Runs that are ready to start: every input has been read and checked."""
+
+    config: TrainConfig
+    mesh: Mesh
+    training: Tokens  # what is trained on
+    heldout: Tokens  # what is held out
+
+
+def prepare(config: TrainConfig) -> Comparison:
+    """Reads the text and lays out the mesh. Computes nothing.
+
+    Raises:
+      ValueError: if text, mesh or sizes do not fit.
+    """
+    text = text_data.read_text(config.data.path)
+    training, heldout = text_data.split_heldout(text, config.data.length)
+    return Comparison(
+        config=config,
+        mesh=make_mesh(config.mesh),
+        training=training,
+        heldout=heldout,
+    )
+
+
 def compare(
-    config: TrainConfig, writer: RecordWriter, progress: Progress
+    runs: Comparison, writer: RecordWriter, progress: Progress
 ) -> tuple[list[RunResult], bool]:
     """Trains every variant from the same seed on the same text in the same order.
 
     Args:
-      config: the runs.
+      runs: from :func:`prepare`.
       writer: takes each figure as soon as it is measured.
       progress: called after each step.
 
     Returns:
       The results so far, and whether Ctrl-C stopped the runs early.
-
-    Raises:
-      ValueError: before any computation, if text, mesh or sizes do not fit.
     """
-    text = text_data.read_text(config.data.path)
-    training, heldout = text_data.split_heldout(text, config.data.length)
-    mesh = make_mesh(config.mesh)
-    results = []
+    results: list[RunResult] = []
     with Interrupt() as interrupt:
-        for variant in config.variants:
-            run = _Run(config, variant, mesh, writer)
-            results.append(run.result)
-            run.train(training, progress, interrupt)
+        for variant in runs.config.variants:
             if interrupt.requested:
-                return results, True
-            run.evaluate(heldout)
-            _write_gap(results, writer, config)
-    return results, False
+                break
+            run = _Run(runs, variant, writer)
+            results.append(run.result)
+            run.train(progress, interrupt)
+            if not interrupt.requested:
+                run.evaluate()
+                run.compare_with(results[0])
+    return results, interrupt.requested
 
 
 class _Run:
     """One variant: its compiled steps, its state and what it measures."""
 
-    def __init__(
-        self, config: TrainConfig, variant: Variant, mesh: Mesh, writer: RecordWriter
-    ):
-        self.config, self.writer = config, writer
-        self.plan = config.plan(variant)
+    def __init__(self, runs: Comparison, variant: Variant, writer: RecordWriter):
+        config, mesh = runs.config, runs.mesh
+        self.runs, self.config, self.writer = runs, config, writer
         sent = _traffic(config, variant)
         self.result = RunResult(variant=variant, bytes_per_token=sent)
         optimizer = make_optimizer(config.optimizer, config.steps)
         self.state, parts = create_state(config.model, optimizer, mesh, config.seed)
-        self.step = make_train_step(parts, mesh, optimizer, self.plan)
-        self.loss = make_eval_step(parts, mesh, self.plan)
+        plan = config.plan(variant)
+        self.step = make_train_step(parts, mesh, optimizer, plan)
+        self.loss = make_eval_step(parts, mesh, plan)
         self.batch_sharding = NamedSharding(mesh, PartitionSpec("data"))
 
-    def train(self, text, progress: Progress, interrupt: Interrupt) -> None:
-        sizes = self.config.data
-        seconds = []
+    def train(self, progress: Progress, interrupt: Interrupt) -> None:
+        result, seconds = self.result, []
         for index in range(self.config.steps):
             if interrupt.requested:
                 break
             start = time.perf_counter()
             batch = text_data.draw_batch(
-                text,
-                batch_size=sizes.batch_size,
-                length=sizes.length,
+                self.runs.training,
+                sizes=self.config.data,
                 seed=self.config.seed,
                 step=index,
             )
             self.state, metrics = self.step(self.state, self._place(batch))
             loss = float(metrics.loss)  # waits for the step
             seconds.append(time.perf_counter() - start)
-            self.result.losses.append(loss)
-            self.result.residual_rms = float(metrics.residual_send)
-            if index % self.config.log_every == 0 or index + 1 == self.config.steps:
+            result.losses.append(loss)
+            result.residual_rms = float(metrics.residual_send)
+            last = interrupt.requested or index + 1 == self.config.steps
+            if last or index % self.config.log_every == 0:
                 self._write("train_loss", loss, "nats", step=index + 1)
-            progress(self.result.variant, index + 1, loss)
+            progress(result.variant, index + 1, loss)
         if len(seconds) > 1:
-            self.result.step_seconds = statistics.median(seconds[1:])
+            result.step_seconds = statistics.median(seconds[1:])
+            self._write("step_seconds", result.step_seconds, "s")
 
-    def evaluate(self, text) -> None:
-        sizes, params = self.config.data, self.state.params
+    def evaluate(self) -> None:
+        result, sizes = self.result, self.config.data
         for index in range(sizes.heldout_batches):
-            batch = text_data.heldout_batch(
-                text, batch_size=sizes.batch_size, length=sizes.length, index=index
+            batch = text_data.heldout_batch(self.runs.heldout, sizes=sizes, index=index)
+            result.heldout.append(
+                float(self.loss(self.state.params, self._place(batch)))
             )
-            self.result.heldout.append(self._heldout(params, batch))
-        result = self.result
         self._write("final_train_loss", result.final_loss, "nats")
-        self._write(
-            "heldout_loss",
-            result.heldout_loss,
-            "nats",
-            spread=statistics.pstdev(result.heldout),
-        )
+        spread = statistics.pstdev(result.heldout)
+        self._write("heldout_loss", result.heldout_loss, "nats", spread=spread)
         self._write("residual_rms", result.residual_rms, "1")
         for collective, sent in result.bytes_per_token.items():
             self._write("bytes_per_token", sent, "B", collective=collective)
-        if result.step_seconds is not None:
-            self._write("step_seconds", result.step_seconds, "s")
 
-    def _heldout(self, params: Params, batch) -> float:
-        return float(self.loss(params, self._place(batch)))
+    def compare_with(self, exact: RunResult) -> None:
+        """Records the gap to the first run, if that is the exact one."""
+        if self.result is exact or exact.variant != "exact":
+            return
+        gap = gap_percent(self.result, exact)
+        self._write("heldout_gap_percent", gap, "%", baseline="exact")
 
     def _place(self, batch) -> jax.Array:
         return jax.device_put(batch, self.batch_sharding)
 
-    def _write(self, metric, value, unit, *, spread=None, **extra) -> None:
-        _write(
-            self.writer,
-            self.config,
-            self.result.variant,
-            metric,
-            value,
-            unit,
-            spread=spread,
-            **extra,
+    def _write(
+        self, metric: str, value, unit: str, *, spread=None, baseline=None, **extra
+    ) -> None:
+        chosen = dataclasses.asdict(self.config)
+        del chosen["seed"], chosen["variants"]
+        self.writer.write(
+            Record(
+                experiment="train",
+                metric=metric,
+                value=value,
+                unit=unit,
+                spread=spread,
+                baseline=baseline,
+                seed=self.config.seed,
+                config={"variant": self.result.variant, **chosen, **extra},
+            )
         )
-
-
-def _write_gap(results: list[RunResult], writer: RecordWriter, config: TrainConfig):
-    """Records the newest run's gap, if there is an exact run to compare with."""
-    exact = next((r for r in results if r.variant == "exact"), None)
-    newest = results[-1]
-    gap = gap_percent(newest, exact)
-    if gap is not None and newest is not exact:
-        _write(
-            writer,
-            config,
-            newest.variant,
-            "heldout_gap_percent",
-            gap,
-            "%",
-            baseline="exact",
-        )
-
-
-def _write(
-    writer: RecordWriter,
-    config: TrainConfig,
-    variant: Variant,
-    metric: str,
-    value: float,
-    unit: str,
-    *,
-    spread: float | None = None,
-    baseline: str | None = None,
-    **extra,
-) -> None:
-    writer.write(
-        Record(
-            experiment="train",
-            metric=metric,
-            value=value,
-            unit=unit,
-            spread=spread,
-            baseline=baseline,
-            seed=config.seed,
-            config={
-                "variant": variant,
-                "bits": config.format.bits,
-                "block_size": config.format.block_size,
-                "rotate": config.format.rotate,
-                "layers": config.model.num_layers,
-                "width": config.model.width,
-                "data_ranks": config.mesh.data_ranks,
-                "tensor_ranks": config.mesh.tensor_ranks,
-                "batch_size": config.data.batch_size,
-                "length": config.data.length,
-                "steps": config.steps,
-                **extra,
-            },
-        )
-    )
 
 
 def _traffic(config: TrainConfig, variant: Variant) -> dict[str, float]:

@@ -59,11 +59,12 @@ def make_mesh(config: MeshConfig) -> Mesh:
 
 def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
     """AdamW behind a clip of the global norm, with warm-up and cosine decay."""
+    warmup = max(1, int(config.warmup * steps))
     schedule = optax.warmup_cosine_decay_schedule(
-        0.0,
+        config.learning_rate / warmup,  # no step at rate zero
         config.learning_rate,
-        max(1, int(config.warmup * steps)),
-        max(2, steps),
+        warmup,
+        warmup + max(1, steps - warmup),
         config.learning_rate * config.final,
     )
     return optax.chain(

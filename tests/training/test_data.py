@@ -1,7 +1,9 @@
 import numpy as np
 import pytest
 
-from echo_jax.training import data
+from echo_jax.training import DataConfig, data
+
+SIZES = DataConfig(batch_size=4, length=16, heldout_batches=3)
 
 
 @pytest.fixture
@@ -49,7 +51,7 @@ def test_every_byte_is_in_one_part(text, size):
 
 def test_batches_follow_from_seed_and_step_alone(text):
     draw = lambda seed, step: data.draw_batch(  # noqa: E731
-        text, batch_size=4, length=16, seed=seed, step=step
+        text, sizes=SIZES, seed=seed, step=step
     )
     assert draw(0, 3).shape == (4, 17)
     np.testing.assert_array_equal(draw(0, 3), draw(0, 3))
@@ -61,13 +63,24 @@ def test_batches_follow_from_seed_and_step_alone(text):
 
 def test_the_last_byte_can_be_drawn():
     text = np.arange(18, dtype=np.uint8)
-    batch = data.draw_batch(text, batch_size=200, length=16, seed=0, step=0)
+    sizes = DataConfig(batch_size=200, length=16)
+    batch = data.draw_batch(text, sizes=sizes, seed=0, step=0)
     assert batch.max() == 17
 
 
-def test_heldout_batches_differ(text):
-    one, other = (
-        data.heldout_batch(text, batch_size=4, length=16, index=i) for i in (0, 1)
-    )
-    assert one.shape == (4, 17)
-    assert not np.array_equal(one, other)
+@pytest.mark.parametrize("size", [250, 4000])
+def test_heldout_batches_cover_the_text_once(text, size):
+    batches = [
+        data.heldout_batch(text[:size], sizes=SIZES, index=index) for index in range(3)
+    ]
+    starts = sorted({tuple(row) for batch in batches for row in batch})
+    assert len(starts) == 12
+    assert batches[0].shape == (4, 17)
+    assert batches[0][0, 0] == text[0]
+    assert batches[-1][-1, -1] == text[size - 1]
+
+
+def test_every_folder_of_the_user_is_read(tmp_path):
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "a.txt").write_text("kept")
+    assert data.read_text(tmp_path).tobytes() == b"kept"

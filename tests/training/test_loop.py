@@ -6,7 +6,7 @@ import pytest
 
 from echo_jax.models import DecoderConfig
 from echo_jax.records import RecordWriter, read_records
-from echo_jax.training import DataConfig, TrainConfig, compare
+from echo_jax.training import DataConfig, TrainConfig, compare, prepare
 from echo_jax.training.loop import RunResult, gap_percent
 from echo_jax.training.report import plot_curves, summary_table
 
@@ -24,7 +24,7 @@ def test_every_figure_is_in_the_file(tmp_path):
     path = tmp_path / "metrics.jsonl"
     done = []
     results, stopped = compare(
-        TINY,
+        prepare(TINY),
         RecordWriter(path),
         lambda variant, step, loss: done.append((variant, step)),
     )
@@ -61,7 +61,7 @@ def test_ctrl_c_stops_at_the_end_of_a_step_and_keeps_what_was_measured(tmp_path)
             os.kill(os.getpid(), signal.SIGINT)
 
     handler = signal.getsignal(signal.SIGINT)
-    results, stopped = compare(TINY, RecordWriter(path), interrupt)
+    results, stopped = compare(prepare(TINY), RecordWriter(path), interrupt)
     assert stopped
     assert signal.getsignal(signal.SIGINT) is handler
     assert [len(r.losses) for r in results] == [4, 2]
@@ -81,11 +81,8 @@ def test_a_table_and_a_picture_of_nothing(tmp_path):
     assert gap_percent(results[0], None) is None
 
 
-@pytest.mark.usefixtures("tmp_path")
 def test_bad_text_is_refused_before_anything_is_computed(tmp_path):
     (tmp_path / "short.txt").write_text("too short")
-    path = tmp_path / "metrics.jsonl"
     config = TrainConfig(data=DataConfig(path=tmp_path / "short.txt"))
     with pytest.raises(ValueError, match="too few"):
-        compare(config, RecordWriter(path), lambda *_: None)
-    assert not path.exists()
+        prepare(config)

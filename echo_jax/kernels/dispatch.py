@@ -1,0 +1,82 @@
+"""One codec from kernels for a GPU and the definition for everything else.
+
+Who runs is decided when a program is lowered for a platform, so that a process without
+a GPU can compile for one, and one program may hold both. ``vmap`` becomes one launch
+over a batch of messages: it is how ranks are simulated on one device.
+
+A module of kernels has the stages with one more leading axis on every array, the batch:
+``send(x, residual, *, fmt, chunks)``, ``reduce(payloads, residual, *, fmt)`` and
+``return_(payloads, stream, *, shape, dtype, fmt)``.
+"""
+
+import functools
+from collections.abc import Callable
+from types import ModuleType
+
+import jax
+import jax.numpy as jnp
+
+from echo_jax import axes
+from echo_jax.kernels import xla
+
+
+def send(kernels: ModuleType, fall_back: bool, x, residual, *, fmt, chunks):
+    """See :class:`echo_jax.kernels.api.Codec`."""
+    static = {"fmt": fmt, "chunks": chunks}
+    kernel = functools.partial(kernels.send, **static)
+    definition = functools.partial(xla.send, **static) if fall_back else None
+    return _call(kernel, definition, x, residual)
+
+
+def reduce(kernels: ModuleType, fall_back: bool, payloads, residual, *, fmt):
+    """See :class:`echo_jax.kernels.api.Codec`."""
+    kernel = functools.partial(kernels.reduce, fmt=fmt)
+    definition = functools.partial(xla.reduce, fmt=fmt) if fall_back else None
+    return _call(kernel, definition, payloads, residual)
+
+
+def return_(
+    kernels: ModuleType, fall_back: bool, payloads, *, shape, dtype, fmt, stream=None
+):
+    """See :class:`echo_jax.kernels.api.Codec`."""
+    static = {"shape": shape, "dtype": dtype, "fmt": fmt}
+
+    def definition(payloads, stream):
+        return xla.return_(payloads, stream=stream, **static)
+
+    kernel = functools.partial(kernels.return_, **static)
+    return _call(kernel, definition if fall_back else None, payloads, stream)
+
+
+def _call(kernel: Callable, definition: Callable | None, *args):
+    """Runs a stage on one message: the kernel on CUDA, the definition elsewhere.
+
+    Without a definition, lowering for anything else is an error.
+    """
+    elsewhere = {} if definition is None else {"default": jax.vmap(definition)}
+
+    def typed(*args):
+        # Custom calls forget along which axes their results vary.
+        vary = frozenset().union(*map(axes.varying_axes, jax.tree.leaves(args)))
+        retype = functools.partial(axes.to_varying, axes=vary)
+        return jax.tree.map(retype, kernel(*args))
+
+    @jax.custom_batching.custom_vmap
+    def batched(*args):
+        return jax.lax.platform_dependent(*args, cuda=typed, **elsewhere)
+
+    @batched.def_vmap
+    def _(axis_size, in_batched, *args):
+        def merge(leaf, is_batched):
+            if not is_batched:
+                leaf = jnp.broadcast_to(leaf, (axis_size, *leaf.shape))
+            return leaf.reshape(-1, *leaf.shape[2:])
+
+        out = batched(*jax.tree.map(merge, args, tuple(in_batched)))
+        out = jax.tree.map(
+            lambda leaf: leaf.reshape(axis_size, -1, *leaf.shape[1:]), out
+        )
+        return out, jax.tree.map(lambda _: True, out)
+
+    one = jax.tree.map(lambda leaf: leaf[None], args)
+    return jax.tree.map(lambda leaf: leaf[0], batched(*one))

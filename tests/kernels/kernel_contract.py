@@ -1,0 +1,232 @@
+"""What every kernel backend must do, checked against the definition, ``kernels.xla``.
+
+A backend is a module or object with ``send``, ``reduce`` and ``return_`` over a batch
+of messages. :data:`CASES` are small enough for an interpreter; :func:`check` runs one.
+"""
+
+import dataclasses
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from echo_jax.kernels import xla
+from echo_jax.wire import blocks as blocking
+from echo_jax.wire import compact, packing, quantizer
+from echo_jax.wire.compact import Compact, Nibbles
+from echo_jax.wire.format import WireFormat
+
+# Codes of values within a few units in the last place of a rounding edge may differ.
+DIFFERING_CODES = 1e-5
+COMPACT = {"int8": Compact, "int4": Nibbles}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """One message, or a batch of them, and how it is sent."""
+
+    bits: int = 4
+    block_size: int = 64
+    rotate: bool = False
+    shape: tuple[int, int] = (6, 256)
+    dtype: str = "float32"
+    residual: str | None = "float32"
+    ranks: int = 3
+    batch: int = 1
+    scale: float = 1.0
+    special: str = "none"  # "nan", "inf", "zeros" or "tiny": what one block holds
+    stream: bool = False
+
+    @property
+    def fmt(self) -> WireFormat:
+        return WireFormat(
+            bits=self.bits, block_size=self.block_size, rotate=self.rotate
+        )
+
+    def __str__(self) -> str:
+        default = Case()
+        changed = [
+            f"{field.name}={getattr(self, field.name)}"
+            for field in dataclasses.fields(self)
+            if getattr(self, field.name) != getattr(default, field.name)
+        ]
+        return "-".join(changed).replace(" ", "") or "default"
+
+
+def _cases() -> list[Case]:
+    cases = [
+        Case(bits=bits, block_size=size, rotate=rotate, residual=residual)
+        for (bits, size, rotate), residual in zip(
+            itertools.product((2, 4, 8), (16, 32, 64, 128, 256), (False, True)),
+            itertools.cycle(("float32", "int8", "bfloat16", "int4", None)),
+            strict=False,
+        )
+    ]
+    for rotate in (False, True):
+        cases += [
+            Case(rotate=rotate, dtype=dtype, residual="int8", stream=True)
+            for dtype in ("float32", "bfloat16", "float16")
+        ]
+        cases += [
+            Case(rotate=rotate, shape=shape, dtype="bfloat16", residual="int8")
+            for shape in ((1, 1), (5, 200), (3, 65), (7, 1000), (129, 64), (1, 4160))
+        ]
+        cases += [
+            Case(rotate=rotate, special=special, residual=residual)
+            for special in ("nan", "inf", "zeros", "tiny")
+            for residual in ("float32", "int8", "int4")
+        ]
+        cases += [
+            Case(rotate=rotate, scale=scale, residual=residual)
+            for scale in (1e30, 1e-30)
+            for residual in ("float32", "int8")
+        ]
+        cases += [Case(rotate=rotate, ranks=ranks) for ranks in (1, 2, 8, 17)]
+        cases += [Case(rotate=rotate, batch=3, shape=(5, 100), residual="bfloat16")]
+    return list(dict.fromkeys(cases))
+
+
+CASES = _cases()
+
+
+def check(backend, case: Case, seed: int = 0) -> None:
+    """Runs the three stages of one case, each on what the definition hands it."""
+    payloads = _check_send(backend, case, seed)
+    sums = _check_reduce(backend, case, payloads, seed)
+    _check_return(backend, case, sums, seed)
+
+
+def _check_send(backend, case: Case, seed: int):
+    x = inputs(case, seed)
+    shape = (case.batch, case.ranks, _blocks(case), case.block_size)
+    residual = owed(case, shape, seed + 1)
+    static = {"fmt": case.fmt, "chunks": case.ranks}
+    got = jax.jit(lambda *args: backend.send(*args, **static))(x, residual)
+    want = jax.jit(jax.vmap(lambda *args: xla.send(*args, **static)))(x, residual)
+    assert got[0].shape == want[0].shape
+    _compare(case, got, want)
+    if case.residual == "float32" and not case.rotate and case.special == "none":
+        values = jax.vmap(
+            lambda x: blocking.to_blocks(
+                x.astype(jnp.float32), case.block_size, case.ranks
+            )
+        )(x)
+        _check_identity(case, values + residual, got)
+    return want[0]
+
+
+def _check_reduce(backend, case: Case, payloads, seed: int):
+    """Ranks' own payloads stand for one chunk of each rank: the bytes are alike."""
+    shape = (case.batch, _blocks(case), case.block_size)
+    residual = owed(case, shape, seed + 2)
+    got = jax.jit(lambda *args: backend.reduce(*args, fmt=case.fmt))(payloads, residual)
+    want = jax.jit(jax.vmap(lambda *args: xla.reduce(*args, fmt=case.fmt)))(
+        payloads, residual
+    )
+    assert got[0].shape == want[0].shape
+    _compare(case, got, want)
+    if case.residual == "float32" and case.special == "none":
+        total = sum_in_rank_order(payloads, case.fmt) + residual
+        _check_identity(case, total, got)
+    return jnp.broadcast_to(want[0][:, None], payloads.shape)
+
+
+def _check_return(backend, case: Case, payloads, seed: int) -> None:
+    static = {"shape": case.shape, "dtype": jnp.dtype(case.dtype), "fmt": case.fmt}
+    stream = inputs(case, seed + 3) if case.stream else None
+    got = jax.jit(lambda *args: backend.return_(*args, **static))(payloads, stream)
+    want = jax.jit(
+        jax.vmap(lambda p, s: xla.return_(p, stream=s, **static))
+    )(payloads, stream)  # fmt: skip
+    assert got.dtype == want.dtype
+    np.testing.assert_array_equal(_bits(got), _bits(want))
+
+
+def inputs(case: Case, seed: int):
+    """Gaussian rows with an outlier, one block of them special."""
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal((case.batch, *case.shape)).astype(np.float32)
+    x[..., x.shape[-1] // 3] *= 20.0
+    if case.special != "none":
+        width = min(case.block_size, case.shape[1])
+        block = x[:, -1, :width]
+        block[...] = {"zeros": 0.0, "tiny": 1e-39}.get(case.special, block)
+        if case.special in ("nan", "inf"):
+            block[:, width // 2] = float(case.special)
+    return jnp.asarray(x * np.float32(case.scale)).astype(case.dtype)
+
+
+def owed(case: Case, shape, seed: int):
+    """A residual as calls before would have left it, or None."""
+    if case.residual is None:
+        return None
+    rng = np.random.default_rng(seed)
+    values = jnp.asarray(rng.standard_normal(shape) * 0.1 * case.scale, jnp.float32)
+    if case.special in ("zeros", "tiny"):
+        values = jnp.zeros(shape, jnp.float32)
+    if case.residual in COMPACT:
+        codes, scales = quantizer.encode(values, case.fmt)
+        kind = COMPACT[case.residual]
+        return compact.compress(values, codes, scales, case.fmt, kind)
+    return values.astype(case.residual)
+
+
+def sum_in_rank_order(payloads, fmt: WireFormat):
+    """The decoded chunks of all ranks, added in rank order in float32."""
+    decoded = quantizer.decode(*packing.split(payloads, fmt), fmt)
+    total = decoded[:, 0]
+    for rank in range(1, decoded.shape[1]):
+        total = total + decoded[:, rank]
+    return total
+
+
+def _blocks(case: Case) -> int:
+    return blocking.blocks_per_chunk(case.shape, case.block_size, case.ranks)
+
+
+def _compare(case: Case, got, want) -> None:
+    """Payloads and residuals agree but for codes on a rounding edge."""
+    codes, scales = packing.split(got[0], case.fmt)
+    wanted_codes, wanted_scales = packing.split(want[0], case.fmt)
+    np.testing.assert_array_equal(scales, wanted_scales)
+    same = np.asarray(codes == wanted_codes) | np.isnan(scales)[..., None]
+    assert (~same).sum() <= max(1, DIFFERING_CODES * same.size), (~same).sum()
+    if case.residual is None:
+        assert got[1] is None
+        return
+    assert jax.tree.map(_typed, got[1]) == jax.tree.map(_typed, want[1])
+    left, wanted = compact.expand(got[1]), compact.expand(want[1])
+    assert not np.asarray(left)[np.isnan(scales)].any(), "a NaN block owes something"
+    tolerance = _residual_tolerance(case, want[1], scales)
+    close = np.abs(left - wanted) <= tolerance
+    assert np.asarray(close | ~same).all(), np.abs(left - wanted).max()
+
+
+def _residual_tolerance(case: Case, residual, scales):
+    """Roundings of the rotation's sums, and a step of the compact residual."""
+    scales = np.nan_to_num(np.asarray(scales))[..., None]
+    peak = scales * 2.0**case.bits
+    # Below the smallest normal number a GPU's matrix product may flush to zero.
+    exact = (2.0**-20 * peak + 2.0**-124) * case.rotate
+    if isinstance(residual, Compact):
+        return scales / (compact.steps_of(type(residual)) - 1) + exact
+    return exact + (2.0**-8 * scales if residual.dtype == jnp.bfloat16 else 0.0)
+
+
+def _check_identity(case: Case, values, got) -> None:
+    """What was sent plus what is owed is what there was, bit for bit."""
+    decoded = quantizer.decode(*packing.split(got[0], case.fmt), case.fmt)
+    np.testing.assert_array_equal(
+        np.asarray(got[1]), np.asarray(values) - np.asarray(decoded)
+    )
+
+
+def _typed(leaf):
+    return (leaf.shape, leaf.dtype)
+
+
+def _bits(x):
+    """The bits of the values, all NaNs alike."""
+    values = np.asarray(x.astype(jnp.float32))
+    return np.where(np.isnan(values), np.float32(np.nan), values).view(np.uint32)

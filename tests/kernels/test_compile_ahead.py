@@ -1,0 +1,128 @@
+"""What compiles for GPUs that are not here: launches, copies, wire, instructions."""
+
+import importlib.util
+import json
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+HERE = pathlib.Path(__file__).parent
+ROOT = HERE.parent.parent
+MISSING = [
+    package
+    for package in ("jax_cuda13_plugin", "jax_plugins.xla_cuda13", "jax_triton")
+    if importlib.util.find_spec(package.partition(".")[0]) is None
+    or importlib.util.find_spec(package) is None
+] + ([] if shutil.which("nvlink") else ["a CUDA toolkit"])
+
+needs_compiler = pytest.mark.skipif(
+    bool(MISSING), reason=f"compiling for a GPU needs {', '.join(MISSING)}"
+)
+
+
+def describe(*arguments: str) -> dict:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment.pop("XLA_FLAGS", None)
+    command = [sys.executable, str(HERE / "compile_ahead.py"), *arguments]
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@needs_compiler
+@pytest.mark.parametrize("residual_dtype", ["int8", "int4", "bfloat16", "float32"])
+@pytest.mark.parametrize("rotation", ["rotated", "plain"])
+@pytest.mark.parametrize("target", ["a100", "h200"])
+def test_three_launches_and_two_exchanges_of_bytes_are_all(
+    target, rotation, residual_dtype
+):
+    facts = describe(target, residual_dtype, rotation)
+    assert facts["codec"] == "triton on cuda, xla elsewhere"
+    # Older versions of XLA split an exchange into its start and its end.
+    names = [
+        re.sub("-start$", "", name)
+        for name, _ in facts["operations"]
+        if not name.endswith("-done")
+    ]
+    assert names == [
+        "custom-call",
+        "all-to-all",
+        "custom-call",
+        "all-gather",
+        "custom-call",
+    ]
+    exchanged = [
+        result
+        for name, result in facts["operations"]
+        if name.startswith(("all-to-all", "all-gather"))
+    ]
+    sent = facts["wire_bytes"]
+    for result, others in zip(
+        exchanged, (sent["all_to_all"], sent["all_gather"]), strict=True
+    ):
+        # One payload for each of eight ranks, of which seven are others.
+        assert f"u8[8,{others // 7}]" in result
+        assert re.search(r"(bf16|f16|f32)\[", result) is None
+    assert facts["aliased_bytes"] == facts["residual_bytes"]
+
+
+def _compile(kernel, capability: int, constants: dict, pointers: dict):
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    signature, attributes = {}, {}
+    for position, name in enumerate(kernel.arg_names):
+        if name in constants:
+            signature[name] = "constexpr"
+        elif name in pointers:
+            signature[name] = f"*{pointers[name]}"
+            attributes[(position,)] = [["tt.divisibility", 16]]
+        else:
+            signature[name] = "i32"
+    return compile(
+        ASTSource(kernel, signature, constants, attributes),
+        target=GPUTarget("cuda", capability, 32),
+        options={"num_warps": 2, "enable_fp_fusion": False},
+    )
+
+
+SHARED = {"BITS": 4, "SIZE": 64, "WIDTH": 32, "ALIGN": 16, "TILE": 32}
+ROWS = {"RAGGED": False, "ROW_ALIGN": 16, "ROTATE": True, "STAGES": 3}
+OWED = {"owed": "i8", "owed_scales": "bf16", "new_owed": "i8", "new_scales": "bf16"}
+KERNELS = {
+    "send_kernel": (
+        {"KIND": "bytes", "SCALE_FACTOR": 1 / 7.5, **ROWS},
+        {"x": "bf16", "matrix": "bf16", "payloads": "u8", **OWED},
+    ),
+    "reduce_kernel": (
+        {"KIND": "bytes", "SCALE_FACTOR": 1 / 7.5, "RANKS": 8},
+        {"payloads": "u8", "sums": "u8", **OWED},
+    ),
+    "return_kernel": (
+        {"ADD": True, "UNROTATE_SCALE": 0.125, **ROWS},
+        {"payloads": "u8", "stream": "bf16", "matrix": "bf16", "out": "bf16"},
+    ),
+}
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("name", KERNELS)
+def test_kernels_need_no_instruction_that_an_a100_lacks(name, capability):
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from echo_jax.kernels import triton_kernels
+
+    constants, pointers = KERNELS[name]
+    compiled = _compile(
+        getattr(triton_kernels, name), capability, {**SHARED, **constants}, pointers
+    )
+    ptx = compiled.asm["ptx"]
+    assert f".target sm_{capability}" in ptx
+    assert re.search(r"e4m3|e5m2|e2m1|e3m2|e2m3|ue8m0", ptx) is None
+    assert "cubin" in compiled.asm  # ptxas took it

@@ -1,0 +1,74 @@
+"""The kernel contract, on every backend that can run here."""
+
+import functools
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import types
+
+import jax
+import pytest
+
+from echo_jax.kernels import pallas
+from tests.kernels import kernel_contract
+
+HERE = pathlib.Path(__file__).parent
+# The interpreters take seconds for a case: some of the cases every time, and all of
+# them when asked for.
+STEP = 4
+QUICK = kernel_contract.CASES[::STEP]
+CASES = [
+    pytest.param(case, marks=() if case in QUICK else pytest.mark.long)
+    for case in kernel_contract.CASES
+]
+INTERPRETED = types.SimpleNamespace(
+    **{
+        stage: functools.partial(getattr(pallas, stage), interpret=True)
+        for stage in ("send", "reduce", "return_")
+    }
+)
+
+
+def _has_gpu() -> bool:
+    try:
+        return bool(jax.local_devices(backend="cuda"))
+    except RuntimeError:
+        return False
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_pallas_interpreted(case):
+    kernel_contract.check(INTERPRETED, case)
+
+
+@pytest.fixture(scope="session")
+def triton_failures(request) -> dict:
+    """The failure of each case on Triton's interpreter, from one run of it."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    chosen = request.config.getoption("-m") or ""
+    everything = "long" in chosen or request.config.getoption("--long")
+    environment = {**os.environ, "PYTHONPATH": str(HERE.parent.parent)}
+    script, step = HERE / "triton_interpreter.py", "1" if everything else str(STEP)
+    command = [sys.executable, "-W", "ignore", str(script), "0", step]
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_triton_interpreted(case, triton_failures):
+    failure = triton_failures[str(case)]
+    assert failure is None, failure
+
+
+@pytest.mark.skipif(not _has_gpu(), reason="no NVIDIA GPU here")
+@pytest.mark.parametrize("backend", ["triton", "pallas"])
+@pytest.mark.parametrize("case", kernel_contract.CASES, ids=str)
+def test_on_the_gpu(case, backend):
+    pytest.importorskip("jax_triton", reason="jax-triton is not installed")
+    module = __import__(f"echo_jax.kernels.{backend}", fromlist=["send"])
+    kernel_contract.check(module, case)
