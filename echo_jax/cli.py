@@ -15,6 +15,7 @@ import tyro
 from jax.sharding import AxisType
 from rich import progress
 from rich.console import Console
+from rich.table import Table
 
 from echo_jax.collectives import explain
 from echo_jax.config import EchoConfig
@@ -26,6 +27,7 @@ from echo_jax.models.generation import (
     generate,
 )
 from echo_jax.models.loading import LoadedModel, load
+from echo_jax.models.timing import time_to_first_token
 from echo_jax.models.tokenizer import TextStream, TextTokenizer, load_tokenizer
 from echo_jax.plan import DepthPlan
 from echo_jax.records import RecordWriter
@@ -94,9 +96,37 @@ class Generate:
     config: tyro.conf.OmitArgPrefixes[EchoConfig] = EchoConfig()
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Bench:
+    """Measure a model on the mesh that is there.
+
+    ttft: time to the first token of a prompt, with exact all-reduces and with echo's,
+    compilation left out.
+    """
+
+    what: tyro.conf.Positional[Literal["ttft"]]
+    """What to measure."""
+    model: pathlib.Path
+    """Folder with config.json and safetensors, or a GGUF file."""
+    tensor_ranks: int | None = None
+    """Ranks that split every layer; default all devices, or 1 with --device cpu."""
+    device: Device = "default"
+    """cpu simulates as many devices as there are ranks; default takes JAX's own."""
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Of parameters and computation; default the checkpoint's."""
+    length: int = 512
+    """Tokens of a prompt."""
+    batch: int = 1
+    """Prompts at once."""
+    repeats: int = 5
+    """Timed runs of each plan."""
+    config: tyro.conf.OmitArgPrefixes[EchoConfig] = EchoConfig()
+
+
 Command = (
     Annotated[Train, tyro.conf.subcommand("train")]
     | Annotated[Generate, tyro.conf.subcommand("generate")]
+    | Annotated[Bench, tyro.conf.subcommand("bench")]
     | Annotated[Explain, tyro.conf.subcommand("explain")]
 )
 
@@ -108,21 +138,28 @@ def main(arguments: list[str] | None = None) -> int:
     measured until then is kept.
     """
     try:
+        return _run(arguments)
+    except KeyboardInterrupt:
+        print("echo-jax: stopped.", file=sys.stderr)
+        return 130
+
+
+def _run(arguments: list[str] | None) -> int:
+    """Errors of the arguments are one line; what comes later shows where."""
+    try:
         command = tyro.cli(Command, prog="echo-jax", args=arguments)
         if isinstance(command, Explain):
             finish = _explain(command)
         elif isinstance(command, Generate):
             finish = _prepare_generation(command)
+        elif isinstance(command, Bench):
+            finish = _bench(command)
         else:
             finish = _prepare_training(command)
     except (ValueError, OSError) as error:
         print(f"echo-jax: {error}", file=sys.stderr)
         return 2
-    try:
-        return finish()
-    except KeyboardInterrupt:
-        print("echo-jax: stopped.", file=sys.stderr)
-        return 130
+    return finish()
 
 
 def _explain(command: Explain) -> Callable[[], int]:
@@ -224,6 +261,49 @@ def _generate(
     return 0
 
 
+def _bench(command: Bench) -> Callable[[], int]:
+    """Measures; what is returned prints the table."""
+    mesh, console = _tensor_mesh(command), Console(stderr=True)
+    with _loading_bar(console) as advance:
+        model = load(command.model, mesh, dtype=command.dtype, progress=advance)
+    device = jax.devices()[0].device_kind
+    table = Table(
+        "all-reduces",
+        "median, ms",
+        "fastest to slowest",
+        "bytes a token and rank",
+        title=f"First token of {command.batch} x {command.length} on {model.ranks} "
+        f"ranks ({device})",
+    )
+    tokens = command.batch * bucket(command.length)
+    for name, plan in (
+        ("exact", DepthPlan.uniform(command.config.exact())),
+        ("echo, 8 bits at the ends", DepthPlan.edges(command.config)),
+        ("echo", DepthPlan.uniform(command.config)),
+    ):
+        times = time_to_first_token(
+            model,
+            plan,
+            length=command.length,
+            batch=command.batch,
+            repeats=command.repeats,
+        )
+        low, high = 1e3 * times.fastest, 1e3 * times.slowest
+        sent = bytes_per_token(model, plan, tokens=tokens)
+        table.add_row(
+            name,
+            f"{1e3 * times.median:.1f}",
+            f"{low:.1f} to {high:.1f}",
+            f"{sent:,.0f}",
+        )
+
+    def finish() -> int:
+        Console().print(table)
+        return 0
+
+    return finish
+
+
 def _stream(model, tokenizer, prompt: str, ids, config, plan) -> list[list[int]]:
     """Generates from one prompt and shows the text as it grows."""
     stream = TextStream(tokenizer)
@@ -246,7 +326,7 @@ def _plan(command: Generate) -> DepthPlan:
     return DepthPlan.edges(command.config)
 
 
-def _tensor_mesh(command: Generate):
+def _tensor_mesh(command: Generate | Bench):
     """A mesh of one tensor axis over the devices that the command asks for."""
     ranks = command.tensor_ranks
     if ranks is not None and ranks < 1:
