@@ -19,14 +19,24 @@ tile are 32 bits wide, the start of a tile 64: a tensor may have any number of e
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import libdevice
 
-_SMALLEST_SCALE = tl.constexpr(2.0**-120)
-_LARGEST_FLOAT = tl.constexpr(3.4028234663852886e38)
-# The interpreter knows no libdevice.
-_INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
-# The tensor cores take matrices of 16 columns and more.
-_SMALLEST_DOT = tl.constexpr(16)
+from echo_jax.kernels.triton_tiles import (
+    add_owed,
+    add_scaled,
+    block_scales,
+    encode,
+    load_matrix,
+    load_owed,
+    load_rows,
+    message_size,
+    read,
+    rotate,
+    scale_parts,
+    sections,
+    store_rows,
+    to_bfloat16,
+    to_float,
+)
 
 
 @triton.jit
@@ -60,9 +70,9 @@ def send_kernel(
     chunk = tl.program_id(1)
     message = chunk // chunks
     row_width = row_units * ROW_ALIGN
-    size = _message_size(total_blocks, blocks_per_row, row_width, RAGGED, SIZE)
+    size = message_size(total_blocks, blocks_per_row, row_width, RAGGED, SIZE)
     x += message.to(tl.int64) * size
-    entries = _load_matrix(matrix, ROTATE, WIDTH)
+    entries = load_matrix(matrix, ROTATE, WIDTH)
     first_chunk = message * chunks
     if STAGES == 1:
         _send_tile(
@@ -114,26 +124,26 @@ def _send_tile(
     row = tl.arange(0, TILE)
     inside = tile * TILE + row < blocks
     first = (chunk - first_chunk) * blocks + tile * TILE
-    values = _load_rows(
+    values = load_rows(
         x, first, row, inside & (first + row < total_blocks), blocks_per_row,
         row_width, RAGGED, SIZE, WIDTH,
     )  # fmt: skip
     # Before the rotation, whose barriers would hold these loads up.
     start = chunk.to(tl.int64) * blocks + tile * TILE
     stride: tl.constexpr = SIZE // 2 if KIND == "nibbles" else SIZE
-    kept = _load_owed(
+    kept = load_owed(
         owed + start * stride, owed_scales + start, row, inside, KIND, SIZE, WIDTH
     )
     if ROTATE:
-        values = _rotate(values, entries, SIZE // WIDTH, WIDTH)
+        values = rotate(values, entries, SIZE // WIDTH, WIDTH)
     else:
-        values = _to_float(values)
-    values = _add_owed(values, kept, KIND)
-    body, tail = _sections(
+        values = to_float(values)
+    values = add_owed(values, kept, KIND)
+    body, tail = sections(
         payloads, chunk, payload_units, tile, blocks, BITS, SIZE, ALIGN, TILE
     )
-    _encode(
-        values, _block_scales(values, SCALE_FACTOR), body, tail,
+    encode(
+        values, block_scales(values, SCALE_FACTOR), body, tail,
         new_owed + start * stride, new_scales + start, row, inside, KIND, BITS, SIZE,
         WIDTH,
     )  # fmt: skip
@@ -164,27 +174,27 @@ def reduce_kernel(
     inside = tile * TILE + row < blocks
     start = message.to(tl.int64) * blocks + tile * TILE
     stride: tl.constexpr = SIZE // 2 if KIND == "nibbles" else SIZE
-    kept = _load_owed(
+    kept = load_owed(
         owed + start * stride, owed_scales + start, row, inside, KIND, SIZE, WIDTH
     )
-    body, tail = _sections(
+    body, tail = sections(
         payloads, message * RANKS, payload_units, tile, blocks, BITS, SIZE, ALIGN, TILE
     )
-    levels, scale = _read(body, tail, row, inside, BITS, SIZE, WIDTH)
-    values = _scale_parts(levels, scale)
+    levels, scale = read(body, tail, row, inside, BITS, SIZE, WIDTH)
+    values = scale_parts(levels, scale)
     # Unrolled as far as it goes, for the loads of all ranks to be in flight at once.
     for rank in tl.range(1, RANKS, loop_unroll_factor=min(RANKS, 16) - 1):
         skip = tl.full((), ALIGN, tl.int64) * payload_units * rank
-        levels, scale = _read(
+        levels, scale = read(
             body + skip, tail + skip // 2, row, inside, BITS, SIZE, WIDTH
         )
-        values = _add_scaled(values, levels, scale)
-    values = _add_owed(values, kept, KIND)
-    body, tail = _sections(
+        values = add_scaled(values, levels, scale)
+    values = add_owed(values, kept, KIND)
+    body, tail = sections(
         sums, message, payload_units, tile, blocks, BITS, SIZE, ALIGN, TILE
     )
-    _encode(
-        values, _block_scales(values, SCALE_FACTOR), body, tail,
+    encode(
+        values, block_scales(values, SCALE_FACTOR), body, tail,
         new_owed + start * stride, new_scales + start, row, inside, KIND, BITS, SIZE,
         WIDTH,
     )  # fmt: skip
@@ -218,10 +228,10 @@ def return_kernel(
     chunk = tl.program_id(1)
     message = chunk // chunks
     row_width = row_units * ROW_ALIGN
-    size = _message_size(total_blocks, blocks_per_row, row_width, RAGGED, SIZE)
+    size = message_size(total_blocks, blocks_per_row, row_width, RAGGED, SIZE)
     stream += message.to(tl.int64) * size
     out += message.to(tl.int64) * size
-    entries = _load_matrix(matrix, ROTATE, WIDTH)
+    entries = load_matrix(matrix, ROTATE, WIDTH)
     first_chunk = message * chunks
     if STAGES == 1:
         _return_tile(
@@ -267,487 +277,24 @@ def _return_tile(
 ):
     row = tl.arange(0, TILE)
     inside = tile * TILE + row < blocks
-    body, tail = _sections(
+    body, tail = sections(
         payloads, chunk, payload_units, tile, blocks, BITS, SIZE, ALIGN, TILE
     )
-    levels, scale = _read(body, tail, row, inside, BITS, SIZE, WIDTH)
+    levels, scale = read(body, tail, row, inside, BITS, SIZE, WIDTH)
     first = (chunk - first_chunk) * blocks + tile * TILE
     inside = inside & (first + row < total_blocks)
     kept = ()
     if ADD:
-        kept = _load_rows(
+        kept = load_rows(
             stream, first, row, inside, blocks_per_row, row_width, RAGGED, SIZE, WIDTH
         )
     if ROTATE:
-        levels = _rotate(_to_bfloat16(levels), entries, SIZE // WIDTH, WIDTH)
+        levels = rotate(to_bfloat16(levels), entries, SIZE // WIDTH, WIDTH)
         scale = scale * UNROTATE_SCALE
     if ADD:
-        values = _add_scaled(_to_float(kept), levels, scale)
+        values = add_scaled(to_float(kept), levels, scale)
     else:
-        values = _scale_parts(levels, scale)
-    _store_rows(
+        values = scale_parts(levels, scale)
+    store_rows(
         values, out, first, row, inside, blocks_per_row, row_width, RAGGED, SIZE, WIDTH
     )
-
-
-@triton.jit
-def _sections(
-    payloads,
-    index,
-    payload_units,
-    tile,
-    blocks,
-    BITS: tl.constexpr,
-    SIZE: tl.constexpr,
-    ALIGN: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    """Where a tile's codes and scales begin in the payload of that index."""
-    code_bytes: tl.constexpr = SIZE * BITS // 8
-    payload = payloads + index.to(tl.int64) * (payload_units * ALIGN)
-    body = payload + tl.full((), TILE * code_bytes, tl.int64) * tile
-    tail = payload + tl.full((), code_bytes, tl.int64) * blocks
-    return body, tail.to(tl.pointer_type(tl.bfloat16)) + tile * TILE
-
-
-@triton.jit
-def _message_size(
-    total_blocks, blocks_per_row, row_width, RAGGED: tl.constexpr, SIZE: tl.constexpr
-):
-    """Values of a message; full blocks give away that it is a multiple of a block."""
-    # An argument of value 1 arrives as a constant, which has no dtype to convert.
-    if RAGGED:
-        size = tl.full((), 1, tl.int64) * (total_blocks // blocks_per_row) * row_width
-    else:
-        size = tl.full((), SIZE, tl.int64) * total_blocks
-    return size
-
-
-@triton.jit
-def _row_pointers(
-    x,
-    first,
-    row,
-    inside,
-    part,
-    blocks_per_row,
-    row_width,
-    RAGGED: tl.constexpr,
-    SIZE: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
-    """Where one part of a run of blocks lies, and which of its values exist."""
-    lane = part * WIDTH + tl.arange(0, WIDTH)[None, :]
-    if RAGGED:
-        block = first + row
-        line = block // blocks_per_row
-        column = ((block - line * blocks_per_row) * SIZE)[:, None] + lane
-        pointers = x + (line.to(tl.int64)[:, None] * row_width + column)
-        mask = inside[:, None] & (column < row_width)
-    else:
-        pointers = x + first.to(tl.int64) * SIZE + (row[:, None] * SIZE + lane)
-        mask = inside[:, None]
-    return pointers, mask
-
-
-@triton.jit
-def _load_rows(
-    x,
-    first,
-    row,
-    inside,
-    blocks_per_row,
-    row_width,
-    RAGGED: tl.constexpr,
-    SIZE: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
-    """The parts of a run of blocks, in the dtype of ``x``; zeros past the end."""
-    parts = ()
-    for part in tl.static_range(SIZE // WIDTH):
-        pointers, mask = _row_pointers(
-            x, first, row, inside, part, blocks_per_row, row_width, RAGGED, SIZE, WIDTH
-        )
-        parts += (tl.load(pointers, mask=mask, other=0.0),)
-    return parts
-
-
-@triton.jit
-def _store_rows(
-    values,
-    out,
-    first,
-    row,
-    inside,
-    blocks_per_row,
-    row_width,
-    RAGGED: tl.constexpr,
-    SIZE: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
-    for part in tl.static_range(SIZE // WIDTH):
-        pointers, mask = _row_pointers(
-            out,
-            first,
-            row,
-            inside,
-            part,
-            blocks_per_row,
-            row_width,
-            RAGGED,
-            SIZE,
-            WIDTH,
-        )
-        tl.store(pointers, _cast(values[part], out.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _cast(x, DTYPE: tl.constexpr):
-    """A conversion that rounds to nearest, where the interpreter's cuts bits off."""
-    if _INTERPRETED and DTYPE == tl.bfloat16:  # noqa: SIM300, a type, not a constant
-        bits = x.to(tl.uint32, bitcast=True)
-        bits += 0x7FFF + ((bits >> 16) & 1)
-        x = (bits & 0xFFFF0000).to(tl.float32, bitcast=True)
-    return x.to(DTYPE)
-
-
-@triton.jit
-def _to_float(parts):
-    out = ()
-    for part in tl.static_range(len(parts)):
-        out += (parts[part].to(tl.float32),)
-    return out
-
-
-@triton.jit
-def _to_bfloat16(parts):
-    """Of integers under 2**8, which bfloat16 holds."""
-    out = ()
-    for part in tl.static_range(len(parts)):
-        out += (parts[part].to(tl.bfloat16),)
-    return out
-
-
-@triton.jit
-def _add_parts(left, right):
-    out = ()
-    for part in tl.static_range(len(left)):
-        out += (left[part] + right[part],)
-    return out
-
-
-@triton.jit
-def _transform_part(part, entries, WIDTH: tl.constexpr):
-    """``part @ entries`` with exact products and sums in float32."""
-    if WIDTH < _SMALLEST_DOT:
-        terms = part.to(tl.float32)[:, :, None] * entries.to(tl.float32)[None, :, :]
-        total = tl.sum(terms, axis=1)
-    else:
-        if part.dtype == tl.bfloat16:
-            total = _dot(part, entries, None)
-        else:
-            # Cut exactly into bfloat16 of 8 significant bits each, smallest first.
-            high = _truncate(part.to(tl.float32))
-            rest = part.to(tl.float32) - high
-            middle = _truncate(rest)
-            total = None
-            if part.dtype == tl.float32:
-                total = _dot(rest - middle, entries, None)
-            total = _dot(middle, entries, total)
-            total = _dot(high, entries, total)
-    return total
-
-
-@triton.jit
-def _dot(left, right, total):
-    """A product of values that bfloat16 holds, added to ``total``, in float32."""
-    if _INTERPRETED:  # which takes bfloat16 for integers
-        left, right = left.to(tl.float32), right.to(tl.float32)
-    else:
-        left, right = left.to(tl.bfloat16), right.to(tl.bfloat16)
-    return tl.dot(left, right, total, input_precision="ieee")
-
-
-@triton.jit
-def _truncate(x):
-    """The leading 8 significant bits of a float32; never overflows."""
-    return (x.to(tl.uint32, bitcast=True) & 0xFFFF0000).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _transform_across(parts, PARTS: tl.constexpr):
-    """The Hadamard transform over the parts: additions and subtractions of parts."""
-    if PARTS == 1:
-        out = parts
-    else:
-        half: tl.constexpr = PARTS // 2
-        top = ()
-        bottom = ()
-        for part in tl.static_range(half):
-            top += (parts[part] + parts[part + half],)
-            bottom += (parts[part] - parts[part + half],)
-        out = _transform_across(top, half) + _transform_across(bottom, half)
-    return out
-
-
-@triton.jit
-def _load_matrix(matrix, ROTATE: tl.constexpr, WIDTH: tl.constexpr):
-    entries = None
-    if ROTATE:
-        index = tl.arange(0, WIDTH)
-        entries = tl.load(matrix + index[:, None] * WIDTH + index[None, :])
-    return entries
-
-
-@triton.jit
-def _rotate(parts, entries, PARTS: tl.constexpr, WIDTH: tl.constexpr):
-    """The Hadamard transform, times the power of two that is in the entries."""
-    out = ()
-    for part in tl.static_range(PARTS):
-        out += (_transform_part(parts[part], entries, WIDTH),)
-    return _transform_across(out, PARTS)
-
-
-@triton.jit
-def _load_owed(
-    owed,
-    scales,
-    row,
-    inside,
-    KIND: tl.constexpr,
-    SIZE: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
-    """The residual of the call before, as it is kept, and the scale of each block."""
-    parts = ()
-    scale = 0.0
-    if KIND == "nibbles":
-        parts = _load_codes(owed, row, inside, 4, SIZE, WIDTH)
-    elif KIND != "none":
-        for part in tl.static_range(SIZE // WIDTH):
-            offsets = row[:, None] * SIZE + part * WIDTH + tl.arange(0, WIDTH)[None, :]
-            parts += (tl.load(owed + offsets, mask=inside[:, None], other=0),)
-    if KIND == "bytes" or KIND == "nibbles":
-        scale = tl.load(scales + row, mask=inside, other=0.0).to(tl.float32)
-    return parts, scale
-
-
-@triton.jit
-def _add_owed(values, kept, KIND: tl.constexpr):
-    parts, scale = kept
-    if KIND == "bytes":
-        values = _add_scaled(values, _to_float(parts), scale * (1.0 / 255))
-    elif KIND == "nibbles":
-        # A level is 2 (n + 8) - 15 for the kept integer n.
-        levels = _levels(parts, 4)
-        doubled = ()
-        for part in tl.static_range(len(levels)):
-            doubled += (levels[part] - 1.0,)
-        values = _add_scaled(values, doubled, scale * (0.5 / 15))
-    elif KIND == "float":
-        values = _add_parts(values, _to_float(parts))
-    return values
-
-
-@triton.jit
-def _larger(left, right):
-    """The larger one; NaN if either is."""
-    return tl.maximum(left, right, propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
-def _block_scales(values, SCALE_FACTOR: tl.constexpr):
-    """The scale of each block: zero if too small, NaN if the block is not finite."""
-    peak = tl.abs(values[0])
-    for part in tl.static_range(1, len(values)):
-        peak = _larger(peak, tl.abs(values[part]))
-    peak = tl.reduce(peak, 1, _larger)
-    scale = _cast(peak * SCALE_FACTOR, tl.bfloat16).to(tl.float32)
-    scale = tl.where(scale < _SMALLEST_SCALE, 0.0, scale)
-    return tl.where(peak <= _LARGEST_FLOAT, scale, float("nan"))
-
-
-@triton.jit
-def _encode(
-    values,
-    scale,
-    body,
-    tail,
-    owed,
-    scales,
-    row,
-    inside,
-    KIND: tl.constexpr,
-    BITS: tl.constexpr,
-    SIZE: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
-    """Writes codes and scales, and what they leave out of ``values``."""
-    # A number under 2**22 added to this, rounding down, is its floor, plus the codes'
-    # offset, in the lowest bits of the float; the conversions would be slower.
-    shift: tl.constexpr = 1.5 * 2**23 + (1 << (BITS - 1))
-    usable = scale > 0.0
-    inverse = tl.where(usable, tl.div_rn(1.0, tl.where(usable, scale, 1.0)), 0.0)
-    codes = ()
-    steps = ()
-    for part in tl.static_range(len(values)):
-        # No clipping: a value is at most (h - 1/2) (1 + 2**-8) scales, under h.
-        position = values[part] * inverse[:, None]
-        shifted = _fma_down(position, 1.0, shift)
-        codes += (shifted.to(tl.int32, bitcast=True) & ((1 << BITS) - 1),)
-        level = shifted - shift
-        if KIND == "nibbles":
-            steps += (_steps(position - level, 15, 8),)
-        elif KIND != "none":
-            if KIND == "bytes":
-                left = _steps(position - level, 255, 0)
-            else:
-                left = tl.fma(-0.5 - level, scale[:, None], values[part])
-                left = tl.where((scale == scale)[:, None], left, 0.0)
-            offsets = row[:, None] * SIZE + part * WIDTH + tl.arange(0, WIDTH)[None, :]
-            left = _cast(left, owed.dtype.element_ty)
-            tl.store(owed + offsets, left, mask=inside[:, None])
-    if KIND == "nibbles":
-        _store_codes(steps, owed, row, inside, 4, SIZE, WIDTH)
-    _store_codes(codes, body, row, inside, BITS, SIZE, WIDTH)
-    tl.store(tail + row, scale.to(tl.bfloat16), mask=inside)
-    if KIND == "bytes" or KIND == "nibbles":
-        kept = tl.where(usable, scale, 0.0).to(tl.bfloat16)
-        tl.store(scales + row, kept, mask=inside)
-
-
-@triton.jit
-def _fma_down(x, FACTOR: tl.constexpr, SHIFT: tl.constexpr):
-    """``floor(FACTOR x) + SHIFT``, for a SHIFT of a magnitude whose spacing is 1."""
-    if _INTERPRETED:
-        out = tl.floor(x * FACTOR) + SHIFT
-    else:
-        out = libdevice.fma_rd(x, FACTOR, SHIFT)
-    return out
-
-
-@triton.jit
-def _steps(position, COUNT: tl.constexpr, OFFSET: tl.constexpr):
-    """Where in its step a value lies, off its middle, in low bits: wire/compact.py."""
-    factor: tl.constexpr = COUNT - 2.0**-6
-    shifted = _fma_down(position, factor, 1.5 * 2**23 - COUNT // 2 + OFFSET)
-    steps = shifted.to(tl.int32, bitcast=True)
-    return steps & 15 if COUNT == 15 else steps
-
-
-@triton.jit
-def _store_codes(
-    codes,
-    body,
-    row,
-    inside,
-    BITS: tl.constexpr,
-    SIZE: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
-    """Packs the parts that share bytes and writes them."""
-    code_bytes: tl.constexpr = SIZE * BITS // 8
-    parts_per_slot: tl.constexpr = code_bytes // WIDTH
-    for part in tl.static_range(parts_per_slot):
-        packed = codes[part]
-        for slot in tl.static_range(1, 8 // BITS):
-            packed = packed | (codes[slot * parts_per_slot + part] << (BITS * slot))
-        offsets = (
-            row[:, None] * code_bytes + part * WIDTH + tl.arange(0, WIDTH)[None, :]
-        )
-        tl.store(body + offsets, packed.to(tl.uint8), mask=inside[:, None])
-
-
-@triton.jit
-def _read(
-    body, tail, row, inside, BITS: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr
-):
-    """Levels ``2q + 1`` of each part, and half the scale of each block."""
-    levels = _levels(_load_codes(body, row, inside, BITS, SIZE, WIDTH), BITS)
-    return levels, tl.load(tail + row, mask=inside, other=0.0).to(tl.float32) * 0.5
-
-
-@triton.jit
-def _load_codes(
-    body, row, inside, BITS: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr
-):
-    """The packed bytes of each block, in parts."""
-    code_bytes: tl.constexpr = SIZE * BITS // 8
-    packed = ()
-    for part in tl.static_range(code_bytes // WIDTH):
-        offsets = row[:, None] * code_bytes + part * WIDTH
-        offsets += tl.arange(0, WIDTH)[None, :]
-        packed += (tl.load(body + offsets, mask=inside[:, None], other=0),)
-    return packed
-
-
-@triton.jit
-def _levels(packed, BITS: tl.constexpr):
-    """The parts that share bytes, slot after slot."""
-    levels = ()
-    for slot in tl.static_range(8 // BITS):
-        for part in tl.static_range(len(packed)):
-            levels += (_level(packed[part], slot, BITS),)
-    return levels
-
-
-@triton.jit
-def _level(packed, SLOT: tl.constexpr, BITS: tl.constexpr):
-    """The odd integer that the code in a slot of a byte stands for, as a float."""
-    # The code, moved to the top of its byte, becomes the lowest byte of the float
-    # 2**exponent, where its lowest bit has the weight one: no conversion is needed.
-    exponent: tl.constexpr = 15 + BITS
-    base: tl.constexpr = (127 + exponent) << 23
-    shift: tl.constexpr = 8 - BITS * (SLOT + 1)
-    mask: tl.constexpr = ((1 << BITS) - 1) << (8 - BITS)
-    if _INTERPRETED:
-        number = (((packed.to(tl.int32) << shift) & mask) | base).to(
-            tl.float32, bitcast=True
-        )
-    else:
-        number = _put_in_float(packed, shift, mask, base)
-    middle: tl.constexpr = 2.0**exponent + (1 << (BITS - 1))
-    if BITS == 8:  # twice the middle and a half would not be a float
-        level = tl.fma(number - middle, 2.0, 1.0)
-    else:
-        level = tl.fma(number, 2.0, 1.0 - 2.0 * middle)
-    return level
-
-
-@triton.jit
-def _put_in_float(packed, SHIFT: tl.constexpr, MASK: tl.constexpr, BASE: tl.constexpr):
-    """Four bytes at a time: shifted, masked, each put below the top bytes of BASE."""
-    return tl.inline_asm_elementwise(
-        asm=f"""
-        {{
-        .reg .b32 bytes;
-        shl.b32 bytes, $4, {SHIFT};
-        and.b32 bytes, bytes, {MASK * 0x01010101};
-        prmt.b32 $0, bytes, {BASE}, 0x7650;
-        prmt.b32 $1, bytes, {BASE}, 0x7651;
-        prmt.b32 $2, bytes, {BASE}, 0x7652;
-        prmt.b32 $3, bytes, {BASE}, 0x7653;
-        }}
-        """,
-        constraints="=r,=r,=r,=r,r",
-        args=[packed],
-        dtype=tl.float32,
-        is_pure=True,
-        pack=4,
-    )
-
-
-@triton.jit
-def _scale_parts(levels, scale):
-    out = ()
-    for part in tl.static_range(len(levels)):
-        out += (levels[part] * scale[:, None],)
-    return out
-
-
-@triton.jit
-def _add_scaled(values, levels, scale):
-    out = ()
-    for part in tl.static_range(len(levels)):
-        out += (tl.fma(levels[part], scale[:, None], values[part]),)
-    return out

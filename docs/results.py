@@ -1,0 +1,310 @@
+"""Tables of measured figures, made from the JSON lines of the experiments alone.
+
+    python docs/results.py            # brings the tables of README.md up to date
+    python docs/results.py --check    # fails if they are not
+
+A generated table stands between ``<!-- results: NAME -->`` and
+``<!-- end results -->``.
+A single figure in running text is followed by
+``<!-- result: FILE metric=METRIC key=value ... -->``, which names its line.
+"""
+
+import argparse
+import json
+import pathlib
+import re
+import sys
+from collections.abc import Callable, Iterator
+
+ROOT = pathlib.Path(__file__).parents[1]
+RESULTS = ROOT / "experiments" / "results"
+
+_BLOCK = re.compile(
+    r"(<!-- results: (?P<name>[\w-]+) -->\n).*?(<!-- end results -->)", re.DOTALL
+)
+_MARKER = re.compile(r"<!-- result: (?P<file>\S+) (?P<keys>[^>]*?) ?-->")
+_NUMBER = re.compile(r"([-+]?\d[\d,]*(?:\.\d+)?)\s*(?:%|x|points|ms|GB/s)?\**\s*$")
+
+
+def read(folder: pathlib.Path, file: str) -> list[dict]:
+    """The records of one file; none if it has not been measured."""
+    path = folder / file
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines() if line]
+
+
+def find(records: list[dict], **keys) -> dict | None:
+    """The newest record with these values, each of the record or of its config."""
+    for record in reversed(records):
+        everything = {**record["config"], **record}
+        if all(_same(everything.get(key), value) for key, value in keys.items()):
+            return record
+    return None
+
+
+def _same(found, wanted) -> bool:
+    return str(found).lower() == str(wanted).lower()
+
+
+def markers(text: str) -> Iterator[tuple[str, str, dict[str, str]]]:
+    """``(number as written, file, keys)`` of each marked figure of a text."""
+    for match in _MARKER.finditer(text):
+        number = _NUMBER.search(text[: match.start()])
+        written = number.group(1) if number else ""
+        # Spaces in values are written as underscores.
+        keys = dict(pair.split("=", 1) for pair in match["keys"].split())
+        keys = {
+            key: value.replace("_", " ") if key == "variant" else value
+            for key, value in keys.items()
+        }
+        yield written, match["file"], keys
+
+
+def as_written(value: float, written: str) -> str:
+    """The value with as many decimals, and the same kind of sign, as the text has."""
+    decimals = len(written.partition(".")[2])
+    sign = "+" if written.startswith("+") else ""
+    text = f"{value:{sign},.{decimals}f}"
+    return text if "," in written else text.replace(",", "")
+
+
+def _row(*cells: str) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    rule = ("---", *["---:"] * (len(head) - 1))
+    return "\n".join(_row(*cells) for cells in (head, rule, *rows))
+
+
+NOTHING = "*Not measured yet.*"
+
+
+def depth_table(folder: pathlib.Path) -> str:
+    """Relative error of the stream after 1 to 1,000 calls."""
+    records = [
+        r
+        for r in read(folder, "error_bound.jsonl")
+        if r["metric"] == "relative_rms_error" and r["config"]["sweep"] == "depth"
+    ]
+    if not records:
+        return NOTHING
+    calls = sorted({r["config"]["calls"] for r in records})
+    lines = {}
+    for record in records:
+        config = record["config"]
+        key = (config["bits"], not config["feedback"], config["residual_dtype"])
+        lines.setdefault(key, {})[config["calls"]] = record["value"]
+    rows = [
+        (
+            f"{bits} bits, "
+            + ("no feedback" if plain else f"feedback, {dtype} residual"),
+            *(f"{found[n]:.3f}" for n in calls),
+        )
+        for (bits, plain, dtype), found in sorted(lines.items())
+    ]
+    return _table(("after calls", *(f"{n:,}" for n in calls)), rows)
+
+
+def bound_table(folder: pathlib.Path) -> str:
+    """Measured maximum and both bounds against the number of ranks."""
+    records = [
+        r
+        for r in read(folder, "error_bound.jsonl")
+        if r["config"].get("sweep") == "ranks"
+    ]
+    if not records:
+        return NOTHING
+    cells: dict[int, dict[str, float]] = {}
+    for record in records:
+        cells.setdefault(record["config"]["ranks"], {})[record["metric"]] = record[
+            "value"
+        ]
+    rows = [
+        (
+            f"{ranks}",
+            *(f"{cell[m]:.2f}" for m in ("measured_error", "typical_bound", "bound")),
+            f"{cell['relative_rms_error']:.4f}",
+        )
+        for ranks, cell in sorted(cells.items())
+    ]
+    head = ("ranks", "measured max", "typical bound", "worst case", "relative rms")
+    return _table(head, rows)
+
+
+def format_table(folder: pathlib.Path) -> str:
+    """Relative error of each format and distribution."""
+    records = [
+        r
+        for r in read(folder, "error_bound.jsonl")
+        if r["metric"] == "relative_rms_error" and r["config"]["sweep"] == "format"
+    ]
+    if not records:
+        return NOTHING
+    kinds = ("normal", "student_t", "outlier_channels")
+    found = {}
+    for record in records:
+        c = record["config"]
+        key = (c["bits"], c["block_size"], c["distribution"], c["rotate"])
+        found[key] = record["value"]
+    pairs = sorted({key[:2] for key in found})
+    rows = [
+        (
+            f"{bits} bits, block {block}",
+            *(
+                f"{found[bits, block, kind, rotate]:.4f}"
+                for kind in kinds
+                for rotate in (True, False)
+            ),
+        )
+        for bits, block in pairs
+    ]
+    kinds_of = [
+        f"{kind.replace('_', ' ')}, {'rotated' if rotate else 'not'}"
+        for kind in kinds
+        for rotate in (True, False)
+    ]
+    return _table(("format", *kinds_of), rows)
+
+
+def outlier_table(folder: pathlib.Path) -> str:
+    """What an event half-way does to the error, and how long."""
+    found: dict[tuple, dict[str, float]] = {}
+    for record in read(folder, "outliers.jsonl"):
+        c = record["config"]
+        dtype = c.get("residual_dtype", "no feedback")
+        key = (c["event"], c["size"], c["bits"], not c["rotate"], dtype)
+        found.setdefault(key, {})[record["metric"]] = record["value"]
+    rows = [
+        (
+            f"{event.replace('_', ' ')} {size:,.0f}, {bits} bits, "
+            f"{'not rotated' if plain else 'rotated'}, {dtype}",
+            f"{cell['peak_error_ratio']:.3g}",
+            f"{cell['final_error_ratio']:.3g}",
+            f"{cell['recovery_calls']:.0f}" if "recovery_calls" in cell else "-",
+        )
+        for (event, size, bits, plain, dtype), cell in sorted(found.items())
+    ]
+    head = ("event", "largest error", "final error", "calls to recover")
+    return _table(head, rows) if rows else NOTHING
+
+
+def gradient_table(folder: pathlib.Path) -> str:
+    """Relative error of the gradient, by variant."""
+    records = read(folder, "gradient_error.jsonl")
+    newest = {r["config"]["variant"]: r for r in records}
+    if not newest:
+        return NOTHING
+    rows = [
+        (name, f"{r['value']:.4f}", f"{r['spread']:.4f}") for name, r in newest.items()
+    ]
+    return _table(("sums in 4 bits", "relative gradient error", "spread"), rows)
+
+
+def training_table(folder: pathlib.Path) -> str:
+    """Held-out loss above the exact run's, mean over seeds."""
+    records = read(folder, "train_seeds.jsonl")
+    newest = {
+        r["config"]["variant"]: r
+        for r in records
+        if r["metric"] == "mean_heldout_gap_percent"
+    }
+    if not newest:
+        return NOTHING
+    rows = [
+        (
+            name,
+            f"{r['value']:+.2f} %",
+            f"{r['spread']:.2f}",
+            f"{len(r['config']['seeds'])}",
+            f"{r['config']['steps']}",
+        )
+        for name, r in newest.items()
+    ]
+    head = ("variant", "held-out loss above exact", "spread", "seeds", "steps")
+    return _table(head, rows)
+
+
+def link_table(folder: pathlib.Path) -> str:
+    """Every speed-up that a benchmark recorded."""
+    files = ("bench_network.jsonl", "bench_nvlink.jsonl", "bench_kernels.jsonl")
+    rows = []
+    for file in files:
+        newest = {}
+        for r in read(folder, file):
+            newest[(r["metric"], json.dumps(r["config"], sort_keys=True))] = r
+        for (metric, config), r in newest.items():
+            kinds = ", ".join(f"{k} {v}" for k, v in json.loads(config).items())
+            device = str(r["device"])
+            rows.append((f"{metric}: {kinds}", f"{r['value']:.3g} {r['unit']}", device))
+    return _table(("what", "value", "device"), rows) if rows else NOTHING
+
+
+TABLES: dict[str, Callable[[pathlib.Path], str]] = {
+    "depth": depth_table,
+    "bound": bound_table,
+    "format": format_table,
+    "outliers": outlier_table,
+    "gradient": gradient_table,
+    "training": training_table,
+    "links": link_table,
+}
+
+SECTIONS = (
+    ("Error against depth", "error_bound", "depth",
+     "Root mean square error of the sum of all outputs so far, over that of one exact "
+     "output; Gaussian values, 8 simulated ranks, block 64, rotated."),
+    ("Error and bounds against ranks", "error_bound", "bound",
+     "Largest error in block coordinates after four calls of Gaussian values; 4 bits, "
+     "block 64, rotated."),
+    ("Error of each format", "error_bound", "format",
+     "Relative error as above, after 20 calls on 8 ranks with feedback."),
+    ("Outliers and shifts", "outliers", "outliers",
+     "Error in the values that are no outliers, over that before the event; a dash "
+     "where there is no level to return to or a block has not returned to it."),
+    ("Error of gradients", "gradient_error", "gradient",
+     "Against the exact gradient of the same trained decoder, over 8 simulated ranks."),
+    ("Training", "train_seeds", "training",
+     "A small decoder trained from scratch on the same text in the same order."),
+    ("Links and kernels", "bench_*", "links",
+     "What the benchmarks recorded, on the device named beside each figure."),
+)  # fmt: skip
+
+
+def write_page(folder: pathlib.Path, path: pathlib.Path) -> None:
+    """Writes the results page of the documentation."""
+    parts = [
+        "# Results\n\nMade from `experiments/results/*.jsonl` alone; each line there "
+        "has its configuration, versions, device, commit and seed.\n"
+    ]
+    for title, script, name, text in SECTIONS:
+        command = f"python experiments/{script}.py"
+        parts.append(f"## {title}\n\n{text}\n\n`{command}`\n\n{TABLES[name](folder)}\n")
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("\n".join(parts))
+
+
+def with_tables(text: str, folder: pathlib.Path) -> str:
+    """The text with each of its generated tables made anew."""
+    return _BLOCK.sub(
+        lambda match: f"{match[1]}\n{TABLES[match['name']](folder)}\n\n{match[3]}", text
+    )
+
+
+def main() -> None:
+    """See the module."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="change nothing")
+    arguments = parser.parse_args()
+    readme = ROOT / "README.md"
+    old = readme.read_text()
+    new = with_tables(old, RESULTS)
+    if arguments.check and new != old:
+        sys.exit("README.md is not up to date: run python docs/results.py")
+    if not arguments.check:
+        readme.write_text(new)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Train a tiny model
+#
+# The same decoder three times on the same text in the same order: exact sums, 4 bits
+# with feedback, 4 bits without. `echo-jax train` is this with a progress bar.
+
+# %%
+import pathlib
+import tempfile
+
+import matplotlib.pyplot as plt
+import numpy as np
+
+from echo_jax.cli import use_cpu_devices
+
+use_cpu_devices(4)  # before any computation; leave out on GPUs
+
+from echo_jax.models import DecoderConfig
+from echo_jax.records import RecordWriter, read_records
+from echo_jax.training import DataConfig, MeshConfig, TrainConfig, compare, prepare
+
+# %%
+CONFIG = TrainConfig(
+    model=DecoderConfig(
+        num_layers=3, width=64, num_heads=4, num_kv_heads=4, head_dim=16, mlp_width=128
+    ),
+    data=DataConfig(batch_size=8, length=64, heldout_batches=4),
+    mesh=MeshConfig(data_ranks=1, tensor_ranks=4),
+    steps=60,
+)
+metrics = pathlib.Path(tempfile.mkdtemp()) / "metrics.jsonl"
+results, _ = compare(prepare(CONFIG), RecordWriter(metrics), lambda *_: None)
+
+# %%
+plt.figure(figsize=(6, 3.2))
+for result in results:
+    plt.plot(np.arange(1, CONFIG.steps + 1), result.losses, label=result.variant)
+plt.xlabel("step")
+plt.ylabel("training loss, nats a byte")
+plt.legend()
+plt.grid(alpha=0.3)
+plt.show()
+
+# %% [markdown]
+# One seed of a run this short says nothing about quality
+# (`experiments/train_seeds.py` runs more); it shows that the pieces fit, and the
+# bytes.
+
+# %%
+for result in results:
+    sent = sum(result.bytes_per_token.values())
+    print(
+        f"{result.variant:12} held-out {result.heldout_loss:.4f}, {sent:,.0f} B a token"
+    )
+print(len(read_records(metrics)), "records")
+assert all(result.losses[-1] < result.losses[0] for result in results)
