@@ -6,16 +6,30 @@ import functools
 import os
 import pathlib
 import sys
+import time
 from collections.abc import Callable
 from typing import Annotated, Literal
 
 import jax
 import tyro
+from jax.sharding import AxisType
 from rich import progress
 from rich.console import Console
+from rich.table import Table
 
 from echo_jax.collectives import explain
 from echo_jax.config import EchoConfig
+from echo_jax.models.generation import (
+    GenerationConfig,
+    bucket,
+    bytes_per_token,
+    check_prompts,
+    generate,
+)
+from echo_jax.models.loading import LoadedModel, load
+from echo_jax.models.timing import time_to_first_token
+from echo_jax.models.tokenizer import TextStream, TextTokenizer, load_tokenizer
+from echo_jax.plan import DepthPlan
 from echo_jax.records import RecordWriter
 from echo_jax.training.config import TrainConfig, Variant
 from echo_jax.training.loop import Comparison, compare, prepare
@@ -53,8 +67,66 @@ class Explain:
     config: tyro.conf.OmitArgPrefixes[EchoConfig] = EchoConfig()
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Generate:
+    """Continue prompts with a Llama or Qwen3 checkpoint, tensor-parallel."""
+
+    prompts: tyro.conf.Positional[tuple[str, ...]]
+    """Texts to continue. One is shown as it grows, several when they are done."""
+    model: pathlib.Path
+    """Folder with config.json and safetensors, or a GGUF file."""
+    tensor_ranks: int | None = None
+    """Ranks that split every layer; default all devices, or 1 with --device cpu."""
+    device: Device = "default"
+    """cpu simulates as many devices as there are ranks; default takes JAX's own."""
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Of parameters and computation; default the checkpoint's."""
+    plan: Literal["edges", "uniform", "exact"] = "edges"
+    """Which all-reduces travel in few bits: all but the ends, all, none."""
+    max_new_tokens: int = 64
+    """Tokens that are added to each prompt at most."""
+    temperature: float = 0.0
+    """What logits are divided by; 0 takes the likeliest token."""
+    top_p: float = 1.0
+    """Draw from the likeliest tokens that together have this probability."""
+    seed: int = 0
+    """Of the draws."""
+    compilation_cache: pathlib.Path | None = None
+    """Folder that keeps compiled programs, so that the next run starts at once."""
+    config: tyro.conf.OmitArgPrefixes[EchoConfig] = EchoConfig()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Bench:
+    """Measure a model on the mesh that is there.
+
+    ttft: time to the first token of a prompt, with exact all-reduces and with echo's,
+    compilation left out.
+    """
+
+    what: tyro.conf.Positional[Literal["ttft"]]
+    """What to measure."""
+    model: pathlib.Path
+    """Folder with config.json and safetensors, or a GGUF file."""
+    tensor_ranks: int | None = None
+    """Ranks that split every layer; default all devices, or 1 with --device cpu."""
+    device: Device = "default"
+    """cpu simulates as many devices as there are ranks; default takes JAX's own."""
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Of parameters and computation; default the checkpoint's."""
+    length: int = 512
+    """Tokens of a prompt."""
+    batch: int = 1
+    """Prompts at once."""
+    repeats: int = 5
+    """Timed runs of each plan."""
+    config: tyro.conf.OmitArgPrefixes[EchoConfig] = EchoConfig()
+
+
 Command = (
     Annotated[Train, tyro.conf.subcommand("train")]
+    | Annotated[Generate, tyro.conf.subcommand("generate")]
+    | Annotated[Bench, tyro.conf.subcommand("bench")]
     | Annotated[Explain, tyro.conf.subcommand("explain")]
 )
 
@@ -66,19 +138,28 @@ def main(arguments: list[str] | None = None) -> int:
     measured until then is kept.
     """
     try:
+        return _run(arguments)
+    except KeyboardInterrupt:
+        print("echo-jax: stopped.", file=sys.stderr)
+        return 130
+
+
+def _run(arguments: list[str] | None) -> int:
+    """Errors of the arguments are one line; what comes later shows where."""
+    try:
         command = tyro.cli(Command, prog="echo-jax", args=arguments)
         if isinstance(command, Explain):
             finish = _explain(command)
+        elif isinstance(command, Generate):
+            finish = _prepare_generation(command)
+        elif isinstance(command, Bench):
+            finish = _bench(command)
         else:
             finish = _prepare_training(command)
     except (ValueError, OSError) as error:
         print(f"echo-jax: {error}", file=sys.stderr)
         return 2
-    try:
-        return finish()
-    except KeyboardInterrupt:
-        print("echo-jax: stopped.", file=sys.stderr)
-        return 130
+    return finish()
 
 
 def _explain(command: Explain) -> Callable[[], int]:
@@ -127,6 +208,164 @@ def _train(runs: Comparison, folder: pathlib.Path) -> int:
     if stopped:
         console.print("Stopped by Ctrl-C: a dash marks what was not measured.")
     return 130 if stopped else 0
+
+
+def _prepare_generation(command: Generate) -> Callable[[], int]:
+    """Reads the model and checks the prompts; the rest is for the function returned."""
+    if not command.prompts:
+        raise ValueError("no prompt: give the text to continue, in quotes.")
+    config = GenerationConfig(
+        max_new_tokens=command.max_new_tokens,
+        temperature=command.temperature,
+        top_p=command.top_p,
+        seed=command.seed,
+    )
+    tokenizer = load_tokenizer(command.model)
+    mesh = _tensor_mesh(command)
+    if command.compilation_cache is not None:
+        use_compilation_cache(command.compilation_cache)
+    console = Console(stderr=True)
+    with _loading_bar(console) as advance:
+        model = load(command.model, mesh, dtype=command.dtype, progress=advance)
+    prompts = [tokenizer.encode(prompt) for prompt in command.prompts]
+    prompts = check_prompts(model, prompts, config)
+    return functools.partial(_generate, command, model, tokenizer, prompts, config)
+
+
+def _generate(
+    command: Generate,
+    model: LoadedModel,
+    tokenizer: TextTokenizer,
+    prompts: list[list[int]],
+    config: GenerationConfig,
+) -> int:
+    plan, start = _plan(command), time.perf_counter()
+    if len(prompts) == 1:
+        texts = _stream(model, tokenizer, command.prompts[0], prompts, config, plan)
+    else:
+        texts = generate(model, prompts, config=config, plan=plan)
+        for prompt, text in zip(command.prompts, texts, strict=True):
+            print(f"{prompt}{tokenizer.decode(text)}\n", flush=True)
+    seconds = time.perf_counter() - start
+    places = bucket(max(map(len, prompts))) * len(prompts)
+    prefill, decode = (
+        bytes_per_token(model, plan, tokens=tokens) for tokens in (places, len(prompts))
+    )
+    Console(stderr=True).print(
+        f"{sum(map(len, texts))} tokens in {seconds:.1f} s, compilation included. Each "
+        f"of {model.ranks} ranks sent {prefill:,.0f} bytes for each of the {places} "
+        f"tokens of the prefill, padding included, and {decode:,.0f} for each new one.",
+        highlight=False,
+        soft_wrap=True,
+    )
+    return 0
+
+
+def _bench(command: Bench) -> Callable[[], int]:
+    """Measures; what is returned prints the table."""
+    mesh, console = _tensor_mesh(command), Console(stderr=True)
+    with _loading_bar(console) as advance:
+        model = load(command.model, mesh, dtype=command.dtype, progress=advance)
+    device = jax.devices()[0].device_kind
+    table = Table(
+        "all-reduces",
+        "median, ms",
+        "fastest to slowest",
+        "bytes a token and rank",
+        title=f"First token of {command.batch} x {command.length} on {model.ranks} "
+        f"ranks ({device})",
+    )
+    tokens = command.batch * bucket(command.length)
+    for name, plan in (
+        ("exact", DepthPlan.uniform(command.config.exact())),
+        ("echo, 8 bits at the ends", DepthPlan.edges(command.config)),
+        ("echo", DepthPlan.uniform(command.config)),
+    ):
+        times = time_to_first_token(
+            model,
+            plan,
+            length=command.length,
+            batch=command.batch,
+            repeats=command.repeats,
+        )
+        low, high = 1e3 * times.fastest, 1e3 * times.slowest
+        sent = bytes_per_token(model, plan, tokens=tokens)
+        table.add_row(
+            name,
+            f"{1e3 * times.median:.1f}",
+            f"{low:.1f} to {high:.1f}",
+            f"{sent:,.0f}",
+        )
+
+    def finish() -> int:
+        Console().print(table)
+        return 0
+
+    return finish
+
+
+def _stream(model, tokenizer, prompt: str, ids, config, plan) -> list[list[int]]:
+    """Generates from one prompt and shows the text as it grows."""
+    stream = TextStream(tokenizer)
+    print(prompt, end="", flush=True)
+
+    def show(tokens: list[int | None]) -> None:
+        if tokens[0] is not None:
+            print(stream.add(tokens[0]), end="", flush=True)
+
+    texts = generate(model, ids, config=config, plan=plan, on_tokens=show)
+    print(stream.rest(), flush=True)
+    return texts
+
+
+def _plan(command: Generate) -> DepthPlan:
+    if command.plan == "exact":
+        return DepthPlan.uniform(command.config.exact())
+    if command.plan == "uniform":
+        return DepthPlan.uniform(command.config)
+    return DepthPlan.edges(command.config)
+
+
+def _tensor_mesh(command: Generate | Bench):
+    """A mesh of one tensor axis over the devices that the command asks for."""
+    ranks = command.tensor_ranks
+    if ranks is not None and ranks < 1:
+        raise ValueError(f"tensor_ranks={ranks} must be at least 1.")
+    if command.device == "cpu":
+        ranks = ranks or 1
+        use_cpu_devices(ranks)
+    found = jax.device_count()
+    ranks = ranks or found
+    if ranks > found:
+        raise ValueError(
+            f"tensor_ranks={ranks} needs as many devices, {found} are here: use fewer, "
+            "or --device cpu, which simulates them."
+        )
+    devices = jax.devices()[:ranks]
+    return jax.make_mesh(
+        (ranks,), ("tensor",), axis_types=(AxisType.Auto,), devices=devices
+    )
+
+
+def use_compilation_cache(folder: pathlib.Path) -> None:
+    """Keeps every compiled program in a folder, for this process and later ones."""
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+
+
+@contextlib.contextmanager
+def _loading_bar(console: Console):
+    """A bar over the bytes of a checkpoint; yields what ``load`` tells them to."""
+    columns = (
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(),
+        progress.DownloadColumn(),
+        progress.TimeRemainingColumn(),
+    )
+    with progress.Progress(*columns, console=console) as bar:
+        task = bar.add_task("loading")
+        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def use_cpu_devices(count: int) -> None:

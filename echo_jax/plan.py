@@ -2,12 +2,32 @@
 
 import dataclasses
 import itertools
+import json
 import operator
+import os
+import pathlib
 from collections.abc import Iterator
+from typing import Any
 
 from echo_jax.collectives.traffic import takes_exact_path
 from echo_jax.config import EchoConfig
 from echo_jax.typing import Shape
+from echo_jax.wire.format import WireFormat
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sensitivity:
+    """How much harm each all-reduce does when it alone is quantized."""
+
+    effects: tuple[float, ...]  # mean KL divergence of the logits, nats a token
+    bits: int  # width at which they were measured
+
+    def __post_init__(self):
+        if not self.effects or not all(effect >= 0 for effect in self.effects):
+            raise ValueError(
+                "effects must be the divergence of each call, at least 0; got "
+                f"{self.effects}."
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -15,8 +35,9 @@ class DepthPlan:
     """One :class:`EchoConfig` for each all-reduce of the layers, in order of depth.
 
     A few calls at either end, where a rounding error does the most harm, may differ
-    from the bulk in between. Built by :meth:`uniform` or :meth:`edges`; indexed by the
-    call, once the number of calls is known (:meth:`bind`, which our models call).
+    from the bulk in between. Built by :meth:`uniform`, :meth:`edges` or
+    :meth:`from_sensitivity`; indexed by the call, once the number of calls is known
+    (:meth:`bind`, which our models call).
 
     Example:
         >>> plan = DepthPlan.edges(EchoConfig(), num_calls=24)
@@ -131,6 +152,122 @@ class DepthPlan:
             num_calls=num_calls,
         )
 
+    @classmethod
+    def from_sensitivity(
+        cls,
+        sensitivity: Sensitivity,
+        config: EchoConfig = EchoConfig(),
+        *,
+        bits: float = 4.5,
+        widths: tuple[int, ...] = (3, 4, 6, 8),
+        vocab_bits: int = 8,
+    ) -> "DepthPlan":
+        r"""Spends a budget of bits on the calls whose rounding does the most harm.
+
+        The harm of call :math:`i` at :math:`b` bits is taken as
+        :math:`e_i ((2^m - 1) / (2^b - 1))^2`, with :math:`e_i` what was measured at
+        :math:`m` bits: proportional to the square of the code's step. Every call
+        starts at the smallest width; the one that gains the most for a bit is widened,
+        until no more fits. Harms are measured without feedback, one call at a time:
+        what feedback repays later is not known to the plan. Made for the forward pass:
+        for training give the backward sums a plan of their own (:meth:`with_backward`).
+
+        Args:
+          sensitivity: from :func:`echo_jax.models.measure_sensitivity`.
+          config: everything but the bits.
+          bits: what a value may cost on average over the layers' calls, scales
+            included: 4 bits at block 64 cost 4.25.
+          widths: the bits to choose from.
+          vocab_bits: bits of the vocabulary's two sums, outside the budget.
+
+        Raises:
+          ValueError: if the smallest width costs more than the budget, or is no width.
+        """
+        options = [_with_bits(config, width) for width in sorted(set(widths))]
+        costs = [_bits_per_value(option) for option in options]
+        if not options or costs[0] > bits:
+            raise ValueError(
+                f"bits={bits} is less than the smallest of widths={widths} costs, "
+                f"scales included: allow at least {costs[0] if costs else 'one width'}."
+            )
+        chosen = _spend(sensitivity, options, costs, bits * len(sensitivity.effects))
+        return cls(
+            head=tuple(options[i] for i in chosen),
+            body=config,
+            vocab_bits=vocab_bits,
+            num_calls=len(chosen),
+        )
+
+    def save(self, path: str | os.PathLike, *, model: str, axis_size: int) -> None:
+        """Writes the plan as JSON with what it was made for.
+
+        Args:
+          path: the file.
+          model: name of the model.
+          axis_size: ranks on the tensor axis.
+
+        Raises:
+          ValueError: if the plan is not bound to a number of calls, or has a backward
+            plan of its own, which the file has no place for.
+        """
+        if self.mirror is not None:
+            raise ValueError(
+                "a plan with_backward is two plans: save each in a file of its own."
+            )
+        content = {
+            "model": model,
+            "axis_size": axis_size,
+            "vocab_bits": self.vocab_bits,
+            "body": dataclasses.asdict(self.body),
+            "calls": [dataclasses.asdict(config) for config in self],
+        }
+        pathlib.Path(path).write_text(json.dumps(content, indent=1) + "\n")
+
+    @classmethod
+    def load(
+        cls,
+        path: str | os.PathLike,
+        *,
+        model: str | None = None,
+        axis_size: int | None = None,
+    ) -> "DepthPlan":
+        """Reads a plan that :meth:`save` wrote.
+
+        Args:
+          path: the file.
+          model: name of the model that it will be used for; None to skip the check.
+          axis_size: ranks on the tensor axis; None to skip the check.
+
+        Raises:
+          ValueError: if the file is no plan, or one for another model or axis.
+        """
+        try:
+            content = json.loads(pathlib.Path(path).read_text())
+            calls = tuple(_config_from_dict(entry) for entry in content["calls"])
+            body = _config_from_dict(content["body"])
+            found = {name: content[name] for name in ("model", "axis_size")}
+            vocab_bits = content["vocab_bits"]
+        except (OSError, TypeError, KeyError, ValueError) as error:
+            raise ValueError(
+                f"{path} is not a plan that DepthPlan.save wrote: {error}."
+            ) from error
+        for name, wanted in (("model", model), ("axis_size", axis_size)):
+            if wanted not in (None, found[name]):
+                raise ValueError(
+                    f"{path} is a plan for {name}={found[name]!r}, not {wanted!r}: "
+                    "measure the sensitivity anew, or use DepthPlan.edges."
+                )
+        return cls(head=calls, body=body, vocab_bits=vocab_bits, num_calls=len(calls))
+
+    @property
+    def average_bits(self) -> float:
+        """What a value costs on average over the layers' calls, scales included.
+
+        An exact call counts 16 bits, those of bfloat16.
+        """
+        costs = [_bits_per_value(config) for config in self]
+        return sum(costs) / len(costs)
+
     def bind(self, num_calls: int) -> "DepthPlan":
         """The plan for a model with this many all-reduces in each direction.
 
@@ -187,6 +324,17 @@ class DepthPlan:
         )
         return dataclasses.replace(self.body, feedback=owes)
 
+    def settled(self, shape: Shape, dtype) -> "DepthPlan":
+        """The exact plan if every call on such a tensor takes the exact path.
+
+        The plan itself otherwise. Models that ask run the very program of the exact
+        plan then, so that results agree in every bit.
+        """
+        configs = self._configs()
+        if all(takes_exact_path(shape, dtype, config) for config in configs):
+            return DepthPlan.uniform(EchoConfig().exact(), num_calls=self.num_calls)
+        return self
+
     def __len__(self) -> int:
         return self._bound_calls()
 
@@ -230,6 +378,42 @@ def _with_bits(config: EchoConfig, bits: int) -> EchoConfig:
     return dataclasses.replace(
         config, format=dataclasses.replace(config.format, bits=bits)
     )
+
+
+def _bits_per_value(config: EchoConfig) -> float:
+    fmt = config.format
+    return 16.0 if config.is_exact else fmt.bits + 16 / fmt.block_size
+
+
+def _spend(
+    sensitivity: Sensitivity,
+    options: list[EchoConfig],
+    costs: list[float],
+    budget: float,
+) -> list[int]:
+    """For each call the index of its width, the budget in bits over all calls."""
+    steps = [(1 << option.format.bits) - 1 for option in options]
+    measured = (1 << sensitivity.bits) - 1
+    harm = [[e * (measured / step) ** 2 for step in steps] for e in sensitivity.effects]
+    chosen = [0] * len(harm)
+    left = budget - costs[0] * len(harm)
+    while True:
+        gains = [
+            ((harm[i][c] - harm[i][c + 1]) / (costs[c + 1] - costs[c]), i)
+            for i, c in enumerate(chosen)
+            # A rounding error of the sums must not forbid what just fits.
+            if c + 1 < len(costs) and costs[c + 1] - costs[c] <= left + 1e-6
+        ]
+        if not gains:
+            return chosen
+        _, call = max(gains, key=lambda gain: (gain[0], -gain[1]))
+        left -= costs[chosen[call] + 1] - costs[chosen[call]]
+        chosen[call] += 1
+
+
+def _config_from_dict(entry: dict[str, Any]) -> EchoConfig:
+    fields: dict[str, Any] = {**entry, "format": WireFormat(**entry["format"])}
+    return EchoConfig(**fields)
 
 
 def group_by_config(keys: list) -> list[tuple[int, int]]:

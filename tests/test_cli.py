@@ -72,6 +72,7 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path):
         (["explain"], "needs a shape"),
         (["train", "--bits", "5"], "bits=5"),
         (["explain", "8", "64", "--ranks", "0"], "axis_size=0"),
+        (["generate", "a", "--model", "missing"], "missing does not exist"),
     ],
 )
 def test_a_wrong_argument_is_one_clear_line(arguments, words, tmp_path):

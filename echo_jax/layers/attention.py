@@ -3,40 +3,16 @@
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from echo_jax.config import EchoConfig
+from echo_jax.layers.cache import KVCache, read_layer, write_layer
 from echo_jax.layers.dense import ColumnParallelDense, RowParallelDense, default_init
+from echo_jax.layers.norm import RMSNorm
 from echo_jax.layers.partitioning import Initializer
+from echo_jax.layers.rope import RopeScaling, apply_rope
 from echo_jax.residual import Residual
 from echo_jax.typing import AnyFloat
-
-
-def apply_rope(
-    x: Float[Array, "batch length heads head_dim"],
-    positions: Int[Array, "length"],
-    theta: float,
-) -> Float[Array, "batch length heads head_dim"]:
-    """Rotates the two halves of each head by angles that grow with position.
-
-    Args:
-      x: queries or keys.
-      positions: position of each token.
-      theta: base of the wavelengths.
-
-    Returns:
-      The rotated heads, in x's dtype.
-
-    Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding",
-    2021; halves paired as in the Llama checkpoints of Hugging Face.
-    """
-    half = x.shape[-1] // 2
-    frequencies = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angles = positions[:, None].astype(jnp.float32) * frequencies
-    cos, sin = jnp.cos(angles)[:, None, :], jnp.sin(angles)[:, None, :]
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    rotated = (first * cos - second * sin, second * cos + first * sin)
-    return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
 
 
 class Attention(nnx.Module):
@@ -53,6 +29,9 @@ class Attention(nnx.Module):
       head_dim: length of one head.
       axis_name: the tensor-parallel axis.
       rope_theta: base of the rotary wavelengths.
+      rope_scaling: how positions beyond those of training are reached.
+      qk_norm_epsilon: of a norm of each query and key head before the rotation; None
+        for no such norm.
       out_init: initializer of the output projection.
       dtype: of the computation.
       param_dtype: of the parameters.
@@ -71,6 +50,8 @@ class Attention(nnx.Module):
         head_dim: int,
         axis_name: str = "tensor",
         rope_theta: float = 10_000.0,
+        rope_scaling: RopeScaling | None = None,
+        qk_norm_epsilon: float | None = None,
         out_init: Initializer = default_init,
         dtype=jnp.float32,
         param_dtype=jnp.float32,
@@ -84,19 +65,64 @@ class Attention(nnx.Module):
         self.key = ColumnParallelDense(width, kv_heads, **kinds)
         self.value = ColumnParallelDense(width, kv_heads, **kinds)
         self.out = RowParallelDense(heads, width, kernel_init=out_init, **kinds)
+        if qk_norm_epsilon is None:
+            self.query_norm = self.key_norm = None
+        else:
+            self.query_norm = RMSNorm(head_dim, epsilon=qk_norm_epsilon, **kinds)
+            self.key_norm = RMSNorm(head_dim, epsilon=qk_norm_epsilon, **kinds)
         self.head_dim, self.rope_theta = head_dim, rope_theta
+        self.rope_scaling = rope_scaling
 
     def __call__(
         self, x: AnyFloat, residual: Residual | None, *, config: EchoConfig
     ) -> tuple[AnyFloat, Residual | None]:
         """``(batch, length, width)`` to the same shape, summed over ranks."""
-        positions = jnp.arange(x.shape[1])
-        query = apply_rope(self._heads(self.query(x)), positions, self.rope_theta)
-        key = apply_rope(self._heads(self.key(x)), positions, self.rope_theta)
-        value = self._heads(self.value(x))
+        query, key, value = self._project(x, jnp.arange(x.shape[1]))
         mixed = jax.nn.dot_product_attention(query, key, value, is_causal=True)
         mixed = mixed.reshape(*mixed.shape[:2], -1)
         return self.out(mixed, residual, config=config)
+
+    def extend(
+        self,
+        x: AnyFloat,
+        residual: Residual | None,
+        cache: KVCache,
+        layer: Int[Array, ""],
+        *,
+        config: EchoConfig,
+    ) -> tuple[AnyFloat, Residual | None, KVCache]:
+        """As ``__call__`` for the tokens that follow those in the cache.
+
+        Args:
+          x: ``(batch, length, width)``, the next ``length`` tokens of each sequence.
+          residual: what is owed.
+          cache: keys and values of the tokens before; its ``length`` stays.
+          layer: which layer of the cache is this one's.
+          config: of the output's sum.
+
+        Returns:
+          ``(y, residual, cache)``, the cache with the new keys and values written.
+        """
+        query, key, value = self._project(x, cache.positions(x.shape[1]))
+        cache = write_layer(cache, layer, key, value)
+        keys, values = read_layer(cache, layer)
+        mask = cache.mask(x.shape[1])[:, None]
+        mixed = jax.nn.dot_product_attention(query, keys, values, mask=mask)
+        mixed = mixed.reshape(*mixed.shape[:2], -1)
+        y, residual = self.out(mixed, residual, config=config)
+        return y, residual, cache
+
+    def _project(
+        self, x: AnyFloat, positions: Int[Array, "*batch length"]
+    ) -> tuple[AnyFloat, AnyFloat, AnyFloat]:
+        """Rotated queries and keys, and values, cut into this rank's heads."""
+        query, key = self._heads(self.query(x)), self._heads(self.key(x))
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = self.query_norm(query), self.key_norm(key)
+        theta, scaling = self.rope_theta, self.rope_scaling
+        query = apply_rope(query, positions, theta, scaling)
+        key = apply_rope(key, positions, theta, scaling)
+        return query, key, self._heads(self.value(x))
 
     def _heads(self, x: AnyFloat) -> AnyFloat:
         return x.reshape(*x.shape[:-1], -1, self.head_dim)

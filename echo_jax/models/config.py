@@ -3,18 +3,19 @@
 import dataclasses
 from typing import Literal
 
+import tyro
+
 from echo_jax.layers.partitioning import check_divides
+from echo_jax.layers.rope import RopeScaling
 
 Remat = Literal["none", "layer", "save_sums"]
 
-# Vocabularies are padded to a multiple of this, and so fit every axis that divides it.
-VOCAB_MULTIPLE = 64
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """A pre-norm decoder of the Llama family.
+    """A pre-norm decoder of the Llama family; with ``qk_norm`` one of Qwen3's.
 
     Raises:
       ValueError: if a size is not positive or sizes do not fit each other.
@@ -28,8 +29,14 @@ class DecoderConfig:
     head_dim: int = 32  # features of one head; even
     mlp_width: int = 352  # hidden features of the feed-forward block
     rope_theta: float = 10_000.0  # base of the rotary wavelengths
+    # How positions beyond those of training are reached; no option of the command line.
+    rope_scaling: tyro.conf.Suppress[RopeScaling | None] = None
+    qk_norm: bool = False  # normalize each query and key head before the rotation
     norm_epsilon: float = 1e-5  # added to the mean square in the norms
     tied_embeddings: bool = False  # read out with the embedding table
+    # Rows of the vocabulary's tables are padded to a multiple of this, and so fit every
+    # axis that divides it.
+    vocab_multiple: int = 64
     dtype: str = "float32"  # of the computation, and so of the partial sums
     param_dtype: str = "float32"  # of the parameters
     # What the backward pass recomputes: nothing; each layer, its first sum included; or
@@ -46,6 +53,7 @@ class DecoderConfig:
             "num_kv_heads",
             "head_dim",
             "mlp_width",
+            "vocab_multiple",
         ):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
@@ -78,7 +86,7 @@ class DecoderConfig:
         Raises:
           ValueError: naming the first size that does not fit.
         """
-        padded = -(-self.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+        padded = -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
         check_divides("padded vocabulary", padded, ranks, axis_name)
         check_divides("num_heads", self.num_heads, ranks, axis_name)
         check_divides("num_kv_heads", self.num_kv_heads, ranks, axis_name)

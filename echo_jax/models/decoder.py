@@ -8,17 +8,18 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from echo_jax.collectives import echo_psum, echo_pvary
+from echo_jax.collectives import echo_psum, echo_pvary, exact
 from echo_jax.config import EchoConfig
 from echo_jax.layers import (
     Attention,
+    KVCache,
     RMSNorm,
     SwiGLU,
     VocabParallelEmbed,
     VocabParallelReadout,
     vocab_parallel_cross_entropy,
 )
-from echo_jax.models.config import VOCAB_MULTIPLE, DecoderConfig
+from echo_jax.models.config import DecoderConfig
 from echo_jax.plan import DepthPlan, group_by_config
 from echo_jax.residual import Residual, init_residual
 from echo_jax.typing import AnyFloat
@@ -71,6 +72,8 @@ class DecoderLayer(nnx.Module):
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
             rope_theta=config.rope_theta,
+            rope_scaling=config.rope_scaling,
+            qk_norm_epsilon=epsilon if config.qk_norm else None,
             out_init=out_init,
             **kinds,
         )
@@ -93,6 +96,25 @@ class DecoderLayer(nnx.Module):
             y, residual = block(norm(x), residual, config=forward)
             stream = stream + y
         return stream, residual
+
+    def extend(
+        self,
+        stream: AnyFloat,
+        residual: Residual | None,
+        cache: KVCache,
+        layer: Int[Array, ""],
+        plan: LayerPlan,
+    ) -> tuple[AnyFloat, Residual | None, KVCache]:
+        """As ``__call__`` for the tokens behind those in the cache; no gradients."""
+        attention, mlp = plan.forward
+        x = exact.pvary(stream, self.axis_name)
+        y, residual, cache = self.attention.extend(
+            self.attention_norm(x), residual, cache, layer, config=attention
+        )
+        stream = stream + y
+        x = exact.pvary(stream, self.axis_name)
+        y, residual = self.mlp(self.mlp_norm(x), residual, config=mlp)
+        return stream + y, residual, cache
 
 
 class Decoder(nnx.Module):
@@ -131,7 +153,7 @@ class Decoder(nnx.Module):
             "rngs": rngs,
         }
         self.embed = VocabParallelEmbed(
-            config.vocab_size, config.width, pad_to=VOCAB_MULTIPLE, **kinds
+            config.vocab_size, config.width, pad_to=config.vocab_multiple, **kinds
         )
         self.layers = self._stack_layers(config, axis_name, rngs)
         self.final_norm = RMSNorm(config.width, epsilon=config.norm_epsilon, **kinds)
@@ -139,7 +161,7 @@ class Decoder(nnx.Module):
             None
             if config.tied_embeddings
             else VocabParallelReadout(
-                config.width, config.vocab_size, pad_to=VOCAB_MULTIPLE, **kinds
+                config.width, config.vocab_size, pad_to=config.vocab_multiple, **kinds
             )
         )
         self.config, self.axis_name = config, axis_name
@@ -153,19 +175,51 @@ class Decoder(nnx.Module):
         by ``plan.vocab``; they are the first of either direction.
         """
         plan = plan.bind(self.config.num_calls)
-        partial = self.embed(tokens)
-        owing = plan.residual_config(partial.shape, partial.dtype)
-        residual = init_residual(partial, self.axis_name, config=owing)
-        stream, residual = echo_psum(
-            partial, residual, self.axis_name, config=plan.vocab
-        )
+        stream, residual = self._start(self.embed(tokens), plan)
         stream, residual = self._run_layers(stream, residual, plan)
         x, owed = echo_pvary(
             stream, residual, self.axis_name, config=plan.backward.vocab
         )
-        x = self.final_norm(x)
-        logits = self.embed.attend(x) if self.readout is None else self.readout(x)
-        return logits, owed
+        return self.read_out(x), owed
+
+    def extend(
+        self,
+        tokens: Int[Array, "batch length"],
+        cache: KVCache,
+        *,
+        plan: DepthPlan,
+    ) -> tuple[Float[Array, "batch local_vocab"], KVCache]:
+        """This rank's logits behind the last of these tokens, and the grown cache.
+
+        Prefill with an empty cache, decode with one token a sequence. Where every call
+        is below ``min_bytes``, as it is for a few tokens under the default plan, this
+        is the exact model's program, whatever else the plan says.
+
+        Args:
+          tokens: the next tokens of each sequence.
+          cache: from :meth:`empty_cache`, or of the call before.
+          plan: the configurations of the calls.
+        """
+        partial = self.embed(tokens)
+        plan = plan.bind(self.config.num_calls).settled(partial.shape, partial.dtype)
+        stream, residual = self._start(partial, plan)
+        stream, residual, cache = self._extend_layers(stream, residual, cache, plan)
+        x = exact.pvary(stream[:, -1], self.axis_name)
+        return self.read_out(x), cache.grown(tokens.shape[1])
+
+    def empty_cache(self, padding: Int[Array, "batch"], slots: int) -> KVCache:
+        """A cache of this rank's heads for so many tokens; call inside ``shard_map``.
+
+        Args:
+          padding: places in front of each prompt that hold no token.
+          slots: tokens that it has room for, padding included.
+        """
+        kernel, dim = self.layers.attention.key.kernel, self.config.head_dim
+        heads = kernel.shape[-1] // dim
+        shape = (self.config.num_layers, padding.shape[0], slots, heads, dim)
+        zeros = jnp.zeros(shape, jnp.dtype(self.config.dtype))
+        zeros = exact.pvary(zeros, self.axis_name)
+        return KVCache(zeros, zeros, jnp.zeros((), jnp.int32), padding)
 
     def loss(
         self,
@@ -189,6 +243,34 @@ class Decoder(nnx.Module):
             return cls.layer_type(config, axis_name=axis_name, rngs=rngs)
 
         return make(rngs)
+
+    def _start(self, partial: AnyFloat, plan: DepthPlan):
+        """The stream from each rank's part of the embeddings, and what that owes."""
+        owing = plan.residual_config(partial.shape, partial.dtype)
+        residual = init_residual(partial, self.axis_name, config=owing)
+        return echo_psum(partial, residual, self.axis_name, config=plan.vocab)
+
+    def read_out(self, x: AnyFloat) -> AnyFloat:
+        """This rank's logits from the stream behind the last layer."""
+        x = self.final_norm(x)
+        return self.embed.attend(x) if self.readout is None else self.readout(x)
+
+    def _extend_layers(self, stream, residual, cache: KVCache, plan: DepthPlan):
+        """As ``_run_layers``, the cache carried along and updated in place."""
+        graphdef, params = nnx.split(self.layers)
+        plans = layer_plans(plan, self.config.num_layers)
+        for start, stop in group_by_config(plans):
+
+            def layer(carry, xs, plan=plans[start]):
+                (stream, residual, cache), (index, params) = carry, xs
+                module = nnx.merge(graphdef, params)
+                return module.extend(stream, residual, cache, index, plan), None
+
+            part = jax.tree.map(lambda p, a=start, b=stop: p[a:b], params)
+            (stream, residual, cache), _ = jax.lax.scan(
+                layer, (stream, residual, cache), (jnp.arange(start, stop), part)
+            )
+        return stream, residual, cache
 
     def _run_layers(self, stream, residual, plan: DepthPlan):
         """One scan over each run of layers that share their configurations."""

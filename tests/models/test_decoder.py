@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 import echo_jax as echo
-from echo_jax.layers import join_ranks, merge_module, split_module
+from echo_jax.layers import RopeScaling, join_ranks, merge_module, split_module
 from echo_jax.models import Decoder, DecoderConfig
 from echo_jax.models.decoder import layer_plans
 from echo_jax.models.traffic import stream_traffic
@@ -70,10 +70,20 @@ def exact():
     return loss_and_gradient(EXACT_PLAN, 1)
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("size", [2, 8])
-def test_exact_ranks_change_nothing(size, tied):
-    config = dataclasses.replace(CONFIG, tied_embeddings=tied)
+LLAMA3 = RopeScaling(kind="llama3", factor=8.0, original_length=64)
+
+
+@pytest.mark.parametrize(
+    ("size", "changes"),
+    [
+        (2, {}),
+        (8, {}),
+        (8, {"tied_embeddings": True}),
+        (2, {"tied_embeddings": True, "qk_norm": True, "rope_scaling": LLAMA3}),
+    ],
+)
+def test_exact_ranks_change_nothing(size, changes):
+    config = dataclasses.replace(CONFIG, **changes)
     loss, gradient = loss_and_gradient(EXACT_PLAN, 1, config)
     other_loss, other_gradient = loss_and_gradient(EXACT_PLAN, size, config)
     assert other_loss == pytest.approx(loss, rel=1e-6)

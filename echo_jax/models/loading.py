@@ -1,0 +1,365 @@
+"""Checkpoints straight onto a tensor-parallel mesh, and back into a folder."""
+
+import dataclasses
+import functools
+import json
+import os
+import pathlib
+import shutil
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from echo_jax.layers.partitioning import Params, Specs, merge_module, split_module
+from echo_jax.models.checkpoint import Checkpoint, config_dict, read_config
+from echo_jax.models.config import DecoderConfig
+from echo_jax.models.decoder import Decoder
+from echo_jax.models.gguf import GgufFile
+from echo_jax.models.layout import Path, param_layouts, tensor_shapes
+from echo_jax.models.placement import Placement, fit_to_ranks
+from echo_jax.models.sources import INDEX, SINGLE, SafetensorsFolder, Source, dtype_of
+from echo_jax.plan import DepthPlan
+
+Progress = Callable[[int, int], None]  # bytes read, bytes in all
+_KEPT_FILES = (
+    "generation_config.json",
+    "special_tokens_map.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class LoadedModel:
+    """A decoder with parameters that lie on a mesh."""
+
+    checkpoint: Checkpoint  # as the checkpoint has it, dtypes as they were asked for
+    placement: Placement  # sizes as they lie on the mesh
+    graphdef: nnx.GraphDef
+    params: Params  # cut over the tensor axis
+    specs: Specs
+    mesh: Mesh
+    axis_name: str = "tensor"
+    path: pathlib.Path | None = None  # where it came from
+    # Compiled functions by what they were made for; filled as they are needed.
+    programs: dict[Any, Callable] = dataclasses.field(default_factory=dict, repr=False)
+
+    @property
+    def config(self) -> DecoderConfig:
+        """The decoder, unpadded."""
+        return self.checkpoint.decoder
+
+    @property
+    def ranks(self) -> int:
+        """Size of the tensor-parallel axis."""
+        return self.mesh.shape[self.axis_name]
+
+    def on_ranks(self, function: Callable, in_specs, out_specs) -> Callable:
+        """``(params, *args)`` around ``function(decoder, *args)`` of one rank."""
+
+        def local(params, *args):
+            return function(merge_module(self.graphdef, params), *args)
+
+        return jax.shard_map(
+            local,
+            mesh=self.mesh,
+            in_specs=(self.specs, *in_specs),
+            out_specs=out_specs,
+        )
+
+    def logits(
+        self, tokens: Int[Array | np.ndarray, "batch length"], *, plan: DepthPlan
+    ) -> Float[Array, "batch length vocab"]:
+        """Logits behind every token, cut by vocabulary over the mesh.
+
+        Args:
+          tokens: token ids.
+          plan: the configurations of the all-reduces.
+        """
+        if ("logits", plan) not in self.programs:
+            forward = self.on_ranks(
+                lambda decoder, tokens: decoder(tokens, plan=plan)[0],
+                (PartitionSpec(),),
+                PartitionSpec(None, None, self.axis_name),
+            )
+            self.programs["logits", plan] = jax.jit(forward)
+        logits = self.programs["logits", plan](self.params, jnp.asarray(tokens))
+        return logits[..., : self.config.vocab_size]
+
+
+def load(
+    path: str | os.PathLike,
+    mesh: Mesh,
+    *,
+    axis_name: str = "tensor",
+    dtype: str | None = None,
+    progress: Progress | None = None,
+) -> LoadedModel:
+    """Reads a Llama or Qwen3 checkpoint onto a tensor-parallel mesh.
+
+    Each device is handed its own part of each parameter, read from the file for it; no
+    device and no host array ever holds the model. Heads, hidden features and the
+    vocabulary are padded where the axis does not divide them
+    (:func:`~echo_jax.models.placement.fit_to_ranks`): the padding computes nothing and
+    changes no result, but is not for training, in which it would come to life.
+
+    Sharding: heads, hidden features and vocabulary are cut over ``axis_name`` and
+    everything is replicated over the mesh's other axes.
+
+    Args:
+      path: a folder with ``config.json`` and safetensors as Hugging Face writes it, or
+        a GGUF file, or a folder with one.
+      mesh: has the axis; others may be there too.
+      axis_name: the tensor-parallel axis.
+      dtype: of parameters and computation; None for the checkpoint's own (bfloat16 for
+        a quantized GGUF file).
+      progress: called with the bytes read and the bytes in all.
+
+    Returns:
+      The model, ready for :func:`~echo_jax.models.generate`.
+
+    Raises:
+      ValueError: if the path, a file, the architecture, a tensor or the axis is not
+        what it should be, saying which.
+
+    Example:
+        >>> mesh = jax.make_mesh((4,), ("tensor",))
+        >>> model = load("checkpoints/Qwen3-0.6B", mesh)
+        >>> logits = model.logits(tokens, plan=DepthPlan.edges())
+    """
+    path = pathlib.Path(path)
+    if axis_name not in mesh.shape:
+        raise ValueError(
+            f"axis_name={axis_name!r} is no axis of the mesh, which has "
+            f"{tuple(mesh.shape)}: name one of them."
+        )
+    source, checkpoint = _open(path)
+    checkpoint = _with_dtype(checkpoint, dtype)
+    _check_tensors(source, checkpoint.decoder, path)
+    placement = fit_to_ranks(checkpoint.decoder, mesh.shape[axis_name])
+    graphdef, shapes, specs = _abstract(placement.padded, axis_name)
+    params = _read_params(source, placement, shapes, specs, mesh, progress)
+    return LoadedModel(
+        checkpoint=checkpoint,
+        placement=placement,
+        graphdef=graphdef,
+        params=params,
+        specs=specs,
+        mesh=mesh,
+        axis_name=axis_name,
+        path=path,
+    )
+
+
+def save(
+    path: str | os.PathLike, model: LoadedModel, *, max_shard_bytes: int = 5 << 30
+) -> None:
+    """Writes a folder that transformers and :func:`load` read back, value for value.
+
+    Padding is left out. The tokenizer's files are copied where the model's own folder
+    has them. One shard at a time is held in memory.
+
+    Args:
+      path: a folder, made if need be; one that holds a model already is refused.
+      model: from :func:`load`.
+      max_shard_bytes: largest file, unless one tensor is larger.
+
+    Raises:
+      ValueError: if the folder holds a model, or another process holds a part of the
+        parameters.
+    """
+    folder = pathlib.Path(path)
+    if (folder / "config.json").exists():
+        raise ValueError(f"{folder} holds a model already: choose another folder.")
+    if not all(leaf.is_fully_addressable for leaf in jax.tree.leaves(model.params)):
+        raise ValueError(
+            "save needs every part of the parameters in this process; load the model "
+            "on a mesh of one process to convert it."
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_shards(folder, _tensors(model), max_shard_bytes)
+    text = json.dumps(config_dict(model.checkpoint), indent=2)
+    (folder / "config.json").write_text(text + "\n", encoding="utf-8")
+    for name in _KEPT_FILES:
+        if model.path is not None and (model.path / name).exists():
+            shutil.copyfile(model.path / name, folder / name)
+
+
+def find_gguf(path: pathlib.Path) -> pathlib.Path | None:
+    """The GGUF file that a path means, if it means one.
+
+    Raises:
+      ValueError: if nothing is there, or a folder holds neither ``config.json`` nor
+        exactly one GGUF file.
+    """
+    if not path.exists():
+        raise ValueError(
+            f"{path} does not exist: give a folder with config.json and safetensors, "
+            "or a GGUF file."
+        )
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise ValueError(
+                f"{path} is neither a folder nor a .gguf file: give the folder that "
+                "holds config.json."
+            )
+        return path
+    if (path / "config.json").exists():
+        return None
+    found = sorted(path.glob("*.gguf"))
+    if len(found) == 1:
+        return found[0]
+    raise ValueError(
+        f"{path} holds no config.json and {len(found)} GGUF files: give a folder as "
+        "Hugging Face writes it, or the path of one GGUF file."
+    )
+
+
+def _open(path: pathlib.Path) -> tuple[Source, Checkpoint]:
+    file = find_gguf(path)
+    if file is not None:
+        source = GgufFile(file)
+        return source, source.checkpoint()
+    # The configuration first: what is no model of ours needs no look at its weights.
+    checkpoint = read_config(path)
+    return SafetensorsFolder(path), checkpoint
+
+
+def _with_dtype(checkpoint: Checkpoint, dtype: str | None) -> Checkpoint:
+    if dtype is None:
+        return checkpoint
+    name = jnp.dtype(dtype).name
+    decoder = dataclasses.replace(checkpoint.decoder, dtype=name, param_dtype=name)
+    return dataclasses.replace(checkpoint, decoder=decoder)
+
+
+def _check_tensors(source: Source, config: DecoderConfig, path: pathlib.Path) -> None:
+    """Refuses a checkpoint without a tensor, or with one of another shape."""
+    for name, shape in tensor_shapes(config).items():
+        if name not in source:
+            raise ValueError(
+                f"{path} lacks tensor {name}: the checkpoint is not whole."
+            )
+        if source.shape(name) != shape:
+            raise ValueError(
+                f"{path}: tensor {name} has shape {source.shape(name)}, the "
+                f"configuration asks for {shape}."
+            )
+
+
+def _abstract(config: DecoderConfig, axis_name: str):
+    """Structure, shapes and specs of a decoder that is not built."""
+
+    def build():
+        return Decoder(config, axis_name=axis_name, rngs=nnx.Rngs(0))
+
+    return split_module(jax.eval_shape(build))
+
+
+def _read_params(
+    source: Source,
+    placement: Placement,
+    shapes: Params,
+    specs: Specs,
+    mesh: Mesh,
+    progress: Progress | None,
+) -> Params:
+    """Every parameter, each device's part read for it."""
+    layouts, done = param_layouts(placement), 0
+    total = sum(_stored_bytes(source, placement.config))
+
+    def advance(count: int) -> None:
+        nonlocal done
+        done += count
+        if progress is not None:
+            progress(min(done, total), total)
+
+    def place(key_path, shape, spec):
+        layout = layouts[tuple(key.key for key in key_path)]
+
+        @functools.lru_cache(maxsize=1)  # replicas ask for the same piece in turn
+        def piece(*bounds):
+            index = tuple(slice(*pair) for pair in bounds)
+            return layout.read(source, shape.shape, index, advance).astype(shape.dtype)
+
+        def callback(index):
+            spans = (
+                part.indices(n)[:2] for part, n in zip(index, shape.shape, strict=True)
+            )
+            return piece(*spans)
+
+        sharding = NamedSharding(mesh, spec)
+        return jax.make_array_from_callback(shape.shape, sharding, callback)
+
+    params = jax.tree_util.tree_map_with_path(place, shapes, specs)
+    if progress is not None:
+        progress(total, total)
+    return params
+
+
+def _stored_bytes(source: Source, config: DecoderConfig) -> Iterator[int]:
+    """Bytes of each tensor as it is read."""
+    for name, shape in tensor_shapes(config).items():
+        yield int(np.prod(shape)) * dtype_of(source, name).itemsize
+
+
+def _tensors(model: LoadedModel) -> Iterator[tuple[str, np.ndarray]]:
+    """Every tensor of a checkpoint, without padding."""
+    layouts = param_layouts(model.placement)
+    for path, layout in layouts.items():
+        param = _leaf(model.params, path)
+        if not layout.is_stacked:
+            yield layout.name, layout.write(np.asarray(param))
+            continue
+        for layer in range(param.shape[0]):
+            yield layout.tensor(layer), layout.write(np.asarray(param[layer]))
+
+
+def _leaf(params: Params, path: Path) -> jax.Array:
+    node: Any = params
+    for key in path:
+        node = node[key]
+    return node
+
+
+def _write_shards(
+    folder: pathlib.Path, tensors: Iterator[tuple[str, np.ndarray]], limit: int
+) -> None:
+    """Files of at most ``limit`` bytes; an index if there is more than one."""
+    from safetensors.numpy import save_file
+
+    shards: list[list[str]] = []
+    sizes = 0
+    pending: dict[str, np.ndarray] = {}
+
+    def flush() -> None:
+        nonlocal pending
+        if pending:
+            shards.append(list(pending))
+            part = folder / f"part-{len(shards)}.safetensors"
+            save_file(pending, part, metadata={"format": "pt"})
+            pending = {}
+
+    for name, tensor in tensors:
+        held = sum(array.nbytes for array in pending.values())
+        if held + tensor.nbytes > limit:
+            flush()
+        pending[name] = tensor
+        sizes += tensor.nbytes
+    flush()
+    count = len(shards)
+    weight_map = {}
+    for number, names in enumerate(shards, start=1):
+        final = f"model-{number:05}-of-{count:05}.safetensors" if count > 1 else SINGLE
+        (folder / f"part-{number}.safetensors").rename(folder / final)
+        weight_map |= dict.fromkeys(names, final)
+    if count > 1:
+        index = {"metadata": {"total_size": sizes}, "weight_map": weight_map}
+        text = json.dumps(index, indent=2, sort_keys=True)
+        (folder / INDEX).write_text(text + "\n", encoding="utf-8")
