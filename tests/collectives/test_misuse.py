@@ -152,7 +152,7 @@ def test_axis_names_that_are_none():
     _refused(
         lambda x: echo.echo_psum(x, "tp", _residual(x))[0],
         TypeError,
-        r"got Residual; the arguments of a call are \(x, residual, axis_name\)",
+        r"residual must be.*got str.*the arguments are \(x, residual, axis_name\)",
     )
 
 
