@@ -88,6 +88,7 @@ class TrainConfig:
     optimizer: OptimizerConfig = OptimizerConfig()
     mesh: MeshConfig = MeshConfig()
     format: WireFormat = WireFormat()  # of the echo runs
+    vocab_bits: int = 8  # of the vocabulary's two sums in the echo runs
     variants: tuple[Variant, ...] = ("exact", "echo", "no-feedback")
     steps: int = 200  # optimizer steps of each run
     log_every: int = 10  # steps between two records
@@ -115,10 +116,14 @@ class TrainConfig:
                 "or more."
             )
         self.model.check_ranks(self.mesh.tensor_ranks)
+        self.plan("echo")  # refuses bits that no format has
 
     def plan(self, variant: Variant) -> DepthPlan:
         """The all-reduces of one variant, the small ones through the codec too."""
         config = EchoConfig(
             format=self.format, min_bytes=0, feedback=variant != "no-feedback"
         )
-        return DepthPlan.uniform(config.exact() if variant == "exact" else config)
+        return DepthPlan.uniform(
+            config.exact() if variant == "exact" else config,
+            vocab_bits=self.vocab_bits,
+        )
