@@ -35,16 +35,6 @@ class Placement:
     padded: DecoderConfig  # the same with sizes that the ranks divide
     copies: int  # of each key-value head
 
-    @property
-    def is_padded(self) -> bool:
-        """Whether anything but the vocabulary differs."""
-        one, other = self.config, self.padded
-        return (one.num_heads, one.num_kv_heads, one.mlp_width) != (
-            other.num_heads,
-            other.num_kv_heads,
-            other.mlp_width,
-        )
-
     def kv_heads(self) -> Int[np.ndarray, "padded_kv_heads"]:
         """Which key-value head stands in each place."""
         place = np.arange(self.padded.num_kv_heads) // self.copies
