@@ -7,8 +7,6 @@ bytes, so that the results are bit-identical.
 """
 
 import dataclasses
-import itertools
-import operator
 
 import jax
 import jax.numpy as jnp
@@ -26,12 +24,14 @@ def all_reduce(
     x: AnyFloat, residual: Residual | None, axis_name: AxisName, config: EchoConfig
 ) -> tuple[AnyFloat, Residual | None]:
     """Sum over the axis; typed invariant along it where types are tracked."""
-    shape = blocking.row_shape(x.shape)
-    rows = x.reshape(shape)
-    if config.num_chunks == 1:
-        y, residual = _one_piece(rows, residual, axis_name, config)
-    else:
-        y, residual = _pieces(rows, residual, axis_name, config)
+    ranks, shape = axes.axis_size(axis_name), blocking.row_shape(x.shape)
+    rows, y = x.reshape(shape), None
+    blocks = blocking.blocks_per_chunk(shape, config.format.block_size, ranks)
+    # The owner of a block is the same however many pieces there are, and so is every
+    # bit. Pieces wait for each other only in the order of the calls of one stage.
+    for piece in blocking.cut_pieces(blocks, config.num_chunks):
+        y, residual = _two_shots(rows, y, residual, axis_name, config, piece)
+    assert y is not None  # there is a piece, also of an empty tensor
     return y.reshape(x.shape), residual
 
 
@@ -74,53 +74,21 @@ def gather(
     return y.reshape(ranks, *x.shape), residual
 
 
-def _one_piece(rows, residual: Residual | None, axis_name, config: EchoConfig):
-    """The two shots, over the whole message."""
+def _two_shots(rows, y, residual: Residual | None, axis_name, config, piece):
+    """Sums one piece into ``y``, which holds the pieces before it."""
     codec, fmt = get_codec(config.backend, config.format), config.format
     ranks = axes.axis_size(axis_name)
     send = None if residual is None else residual.send
     reduce = None if residual is None else residual.reduce
-    payloads, send = codec.send(rows, send, fmt=fmt, chunks=ranks)
-    payload, reduce = codec.reduce(_exchange(payloads, axis_name), reduce, fmt=fmt)
+    payloads, send = codec.send(rows, send, fmt=fmt, chunks=ranks, piece=piece)
+    payloads = _exchange(payloads, axis_name)
+    payload, reduce = codec.reduce(payloads, reduce, fmt=fmt, piece=piece)
+    payloads = _gather_sum(payload, axis_name)
     y = codec.return_(
-        _gather_sum(payload, axis_name), shape=rows.shape, dtype=rows.dtype, fmt=fmt
+        payloads, shape=rows.shape, dtype=rows.dtype, fmt=fmt, piece=piece, out=y
     )
     if residual is not None:
         residual = dataclasses.replace(residual, send=send, reduce=reduce)
-    return y, residual
-
-
-def _pieces(rows, residual: Residual | None, axis_name, config: EchoConfig):
-    """The two shots over ``num_chunks`` pieces that do not depend on each other.
-
-    Each piece takes the same run of blocks from the chunk of every rank, so that the
-    owner of a block, and with it every bit of the result, stays what it was.
-    """
-    size, ranks = config.format.block_size, axes.axis_size(axis_name)
-    values = blocking.to_blocks(rows, size, ranks)
-    blocks = values.shape[1]
-    pieces = min(config.num_chunks, blocks)
-    edges = [blocks * piece // pieces for piece in range(pieces + 1)]
-    outputs, residuals = [], []
-    for start, stop in itertools.pairwise(edges):
-        part, run = None, (slice(None), slice(start, stop))
-        if residual is not None:
-            part = dataclasses.replace(
-                residual,
-                send=jax.tree.map(operator.itemgetter(run), residual.send),
-                reduce=jax.tree.map(operator.itemgetter(run[1]), residual.reduce),
-            )
-        piece = values[:, start:stop].reshape(-1, size)
-        y, part = _one_piece(piece, part, axis_name, config)
-        outputs.append(y.reshape(ranks, stop - start, size))
-        residuals.append(part)
-    y = blocking.from_blocks(jnp.concatenate(outputs, axis=1), rows.shape)
-    if residual is not None:
-        residual = dataclasses.replace(
-            residual,
-            send=_join([part.send for part in residuals], axis=1),
-            reduce=_join([part.reduce for part in residuals], axis=0),
-        )
     return y, residual
 
 
@@ -139,10 +107,6 @@ def _gather_sum(payload: Payload, axis_name: AxisName) -> Payloads:
     # A plain vmap rejects to="invarying".
     to = "invarying" if axes.is_tracked(axis_name) else "varying"
     return lax.all_gather(payload, axis_name, axis=0, tiled=False, to=to)
-
-
-def _join(parts: list, *, axis: int):
-    return jax.tree.map(lambda *leaves: jnp.concatenate(leaves, axis=axis), *parts)
 
 
 def _first_blocks(send, blocks: int):

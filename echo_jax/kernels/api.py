@@ -28,18 +28,24 @@ class Codec:
     :class:`~echo_jax.wire.compact.Compact` of it, or None; without one, None is
     returned for it.
 
-    * ``send(x, residual, *, fmt, chunks) -> (payloads, residual)``: adds the residual
-      ``(chunks, blocks, block_size)`` to the rotated blocks of ``x (rows, width)``,
-      quantizes and packs one payload for each rank; the new residual is what was left
-      out.
-    * ``reduce(payloads, residual, *, fmt) -> (payload, residual)``: dequantizes one
-      chunk of each rank, adds them in rank order in float32, then the residual
+    * ``send(x, residual, *, fmt, chunks, piece) -> (payloads, residual)``: adds the
+      residual ``(chunks, blocks, block_size)`` to the rotated blocks of
+      ``x (rows, width)``, quantizes and packs one payload for each rank; the new
+      residual is what was left out.
+    * ``reduce(payloads, residual, *, fmt, piece) -> (payload, residual)``: dequantizes
+      one chunk of each rank, adds them in rank order in float32, then the residual
       ``(blocks, block_size)``, and quantizes the sum.
-    * ``return_(payloads, *, shape, dtype, fmt, stream=None) -> x``: dequantizes the
-      gathered payloads, rotates back, adds ``stream`` if there is one, in float32, and
-      casts, to rows of ``shape``.
+    * ``return_(payloads, *, shape, dtype, fmt, stream, piece, out) -> x``: dequantizes
+      the gathered payloads, rotates back, adds ``stream`` if there is one, in float32,
+      and casts, to rows of ``shape``.
     * ``sum_chunks(payloads, *, shape, dtype, fmt) -> x``: the sum of ``reduce`` handed
       out in full precision instead, for a reduce-scatter.
+
+    With a ``piece``, a :class:`~echo_jax.wire.blocks.Piece`, a stage does its work for
+    that run of each chunk's blocks alone, and payloads hold no other. Arrays in which a
+    piece has its place (``x``, residuals, rows) stay whole: what is not the piece's
+    comes out as it went in. The rows of earlier pieces go into ``return_`` as ``out``;
+    without them the rest of the rows is undefined.
     """
 
     name: str

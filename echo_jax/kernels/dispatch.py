@@ -5,8 +5,8 @@ a GPU can compile for one, and one program may hold both. ``vmap`` becomes one l
 over a batch of messages: it is how ranks are simulated on one device.
 
 A module of kernels has the stages with one more leading axis on every array, the batch:
-``send(x, residual, *, fmt, chunks)``, ``reduce(payloads, residual, *, fmt)`` and
-``return_(payloads, stream, *, shape, dtype, fmt)``.
+``send(x, residual, *, fmt, chunks, piece)``, ``reduce(payloads, residual, *, fmt,
+piece)`` and ``return_(payloads, stream, out, *, shape, dtype, fmt, piece)``.
 """
 
 import functools
@@ -20,32 +20,30 @@ from echo_jax import axes
 from echo_jax.kernels import xla
 
 
-def send(kernels: ModuleType, fall_back: bool, x, residual, *, fmt, chunks):
+def send(kernels: ModuleType, fall_back: bool, x, residual, **static):
     """See :class:`echo_jax.kernels.api.Codec`."""
-    static = {"fmt": fmt, "chunks": chunks}
     kernel = functools.partial(kernels.send, **static)
     definition = functools.partial(xla.send, **static) if fall_back else None
     return _call(kernel, definition, x, residual)
 
 
-def reduce(kernels: ModuleType, fall_back: bool, payloads, residual, *, fmt):
+def reduce(kernels: ModuleType, fall_back: bool, payloads, residual, **static):
     """See :class:`echo_jax.kernels.api.Codec`."""
-    kernel = functools.partial(kernels.reduce, fmt=fmt)
-    definition = functools.partial(xla.reduce, fmt=fmt) if fall_back else None
+    kernel = functools.partial(kernels.reduce, **static)
+    definition = functools.partial(xla.reduce, **static) if fall_back else None
     return _call(kernel, definition, payloads, residual)
 
 
 def return_(
-    kernels: ModuleType, fall_back: bool, payloads, *, shape, dtype, fmt, stream=None
+    kernels: ModuleType, fall_back: bool, payloads, *, stream=None, out=None, **static
 ):
     """See :class:`echo_jax.kernels.api.Codec`."""
-    static = {"shape": shape, "dtype": dtype, "fmt": fmt}
 
-    def definition(payloads, stream):
-        return xla.return_(payloads, stream=stream, **static)
+    def definition(payloads, stream, out):
+        return xla.return_(payloads, stream=stream, out=out, **static)
 
     kernel = functools.partial(kernels.return_, **static)
-    return _call(kernel, definition if fall_back else None, payloads, stream)
+    return _call(kernel, definition if fall_back else None, payloads, stream, out)
 
 
 def _call(kernel: Callable, definition: Callable | None, *args):

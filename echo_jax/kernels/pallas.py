@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 
 from echo_jax.wire import blocks as blocking
 from echo_jax.wire import compact, quantizer
+from echo_jax.wire.blocks import Piece
 from echo_jax.wire.compact import Compact, Nibbles
 from echo_jax.wire.format import SCALE_BYTES, WireFormat
 
@@ -24,11 +25,20 @@ _NUM_WARPS = 4
 _WHOLE = pl.BlockSpec(memory_space=pl.ANY)  # indexed by the kernel itself
 
 
-def send(x, residual, *, fmt: WireFormat, chunks: int, interpret: bool = False):
+def send(
+    x,
+    residual,
+    *,
+    fmt: WireFormat,
+    chunks: int,
+    piece: Piece | None = None,
+    interpret: bool = False,
+):
     """``(batch, rows, width)`` to ``(batch, chunks, payload)`` and the new residual."""
-    values = _cut(x, fmt, chunks)
+    values = blocking.take_piece(_cut(x, fmt, chunks), piece, axis=2)
     batch, _, blocks, size = values.shape
-    merged = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), residual)
+    old = blocking.take_piece(residual, piece, axis=2)
+    merged = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), old)
     payloads, owed = _encode_call(
         _send_kernel,
         values.reshape(batch * chunks, blocks, size),
@@ -38,21 +48,39 @@ def send(x, residual, *, fmt: WireFormat, chunks: int, interpret: bool = False):
         blocks=blocks,
         interpret=interpret,
     )
-    owed = jax.tree.map(lambda new, old: new.reshape(old.shape), owed, residual)
-    return payloads.reshape(batch, chunks, -1), owed
+    owed = jax.tree.map(lambda new, leaf: new.reshape(leaf.shape), owed, old)
+    residual = blocking.put_piece(residual, owed, piece, axis=2)
+    return payloads.reshape(batch, chunks, -1), residual
 
 
-def reduce(payloads, residual, *, fmt: WireFormat, interpret: bool = False):
+def reduce(
+    payloads,
+    residual,
+    *,
+    fmt: WireFormat,
+    piece: Piece | None = None,
+    interpret: bool = False,
+):
     """``(batch, ranks, payload)`` to ``(batch, payload)`` and the new residual."""
     blocks = payloads.shape[-1] // fmt.block_bytes
     kernel = functools.partial(_reduce_kernel, ranks=payloads.shape[1])
-    return _encode_call(
-        kernel, payloads, _WHOLE, residual, fmt=fmt, blocks=blocks, interpret=interpret
+    old = blocking.take_piece(residual, piece, axis=1)
+    payload, owed = _encode_call(
+        kernel, payloads, _WHOLE, old, fmt=fmt, blocks=blocks, interpret=interpret
     )
+    return payload, blocking.put_piece(residual, owed, piece, axis=1)
 
 
 def return_(
-    payloads, stream, *, shape, dtype, fmt: WireFormat, interpret: bool = False
+    payloads,
+    stream,
+    out,
+    *,
+    shape,
+    dtype,
+    fmt: WireFormat,
+    piece: Piece | None = None,
+    interpret: bool = False,
 ):
     """``(batch, chunks, payload)`` to ``(batch, rows, width)``, plus the stream."""
     batch, chunks, payload_bytes = payloads.shape
@@ -60,7 +88,8 @@ def return_(
     extent = (batch * chunks, blocks, size)
     inputs, specs = [payloads.reshape(batch * chunks, -1)], [_WHOLE]
     if stream is not None:
-        inputs.append(_cut(stream, fmt, chunks).reshape(extent))
+        old = blocking.take_piece(_cut(stream, fmt, chunks), piece, axis=2)
+        inputs.append(old.reshape(extent))
         specs.append(_tiles(blocks, size))
     rows = _call(
         functools.partial(_return_kernel, fmt=fmt, blocks=blocks),
@@ -73,6 +102,9 @@ def return_(
         name="echo_return",
     )[0]
     rows = rows.reshape(batch, chunks, blocks, size)
+    if piece is not None:
+        earlier = jnp.zeros((batch, *shape), dtype) if out is None else out
+        rows = blocking.put_piece(_cut(earlier, fmt, chunks), rows, piece, axis=2)
     return jax.vmap(lambda one: blocking.from_blocks(one, shape))(rows)
 
 

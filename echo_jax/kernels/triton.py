@@ -16,6 +16,7 @@ import jax_triton
 from echo_jax.kernels import triton_kernels
 from echo_jax.wire import blocks as blocking
 from echo_jax.wire import compact, quantizer
+from echo_jax.wire.blocks import Piece
 from echo_jax.wire.compact import Compact, Nibbles
 from echo_jax.wire.format import WireFormat
 from echo_jax.wire.rotation import hadamard
@@ -49,10 +50,11 @@ _OLDEST_CAPABILITY = 80
 _UNUSED = jax.ShapeDtypeStruct((1,), jnp.uint8)
 
 
-def send(x, residual, *, fmt: WireFormat, chunks: int):
+def send(x, residual, *, fmt: WireFormat, chunks: int, piece: Piece | None = None):
     """``(batch, rows, width)`` to ``(batch, chunks, payload)`` and the new residual."""
     batch, *shape = x.shape
-    blocks = blocking.blocks_per_chunk(tuple(shape), fmt.block_size, chunks)
+    chunk_blocks = blocking.blocks_per_chunk(tuple(shape), fmt.block_size, chunks)
+    start, blocks = _run(piece, chunk_blocks)
     payload_bytes = blocks * fmt.block_bytes
     tuning = _SEND_NIBBLES if _kind(residual) == "nibbles" else _SEND
     tuning = _ROTATING if fmt.rotate else tuning
@@ -60,7 +62,7 @@ def send(x, residual, *, fmt: WireFormat, chunks: int):
     payloads, *owed = _launch(
         triton_kernels.send_kernel,
         [x, *_residual_inputs(residual, x), _matrix(fmt, fmt.forward_exponent)],
-        [*row_scalars, chunks, blocks, payload_bytes // _alignment(payload_bytes)],
+        [*row_scalars, chunks, *_place(chunk_blocks, start, blocks, payload_bytes)],
         [
             jax.ShapeDtypeStruct((batch, chunks, payload_bytes), jnp.uint8),
             *_residual_outputs(residual),
@@ -79,14 +81,16 @@ def send(x, residual, *, fmt: WireFormat, chunks: int):
     return payloads, _residual_result(residual, owed)
 
 
-def reduce(payloads, residual, *, fmt: WireFormat):
+def reduce(payloads, residual, *, fmt: WireFormat, piece: Piece | None = None):
     """``(batch, ranks, payload)`` to ``(batch, payload)`` and the new residual."""
     batch, ranks, payload_bytes = payloads.shape
     blocks = payload_bytes // fmt.block_bytes
+    chunk_blocks = blocks if residual is None else residual.shape[1]
+    start, _ = _run(piece, chunk_blocks)
     sums, *owed = _launch(
         triton_kernels.reduce_kernel,
         [payloads, *_residual_inputs(residual, payloads)],
-        [blocks, payload_bytes // _alignment(payload_bytes)],
+        _place(chunk_blocks, start, blocks, payload_bytes),
         [
             jax.ShapeDtypeStruct((batch, payload_bytes), jnp.uint8),
             *_residual_outputs(residual),
@@ -103,20 +107,36 @@ def reduce(payloads, residual, *, fmt: WireFormat):
     return sums, _residual_result(residual, owed)
 
 
-def return_(payloads, stream, *, shape: tuple[int, int], dtype, fmt: WireFormat):
+def return_(
+    payloads,
+    stream,
+    out,
+    *,
+    shape: tuple[int, int],
+    dtype,
+    fmt: WireFormat,
+    piece: Piece | None = None,
+):
     """``(batch, chunks, payload)`` to ``(batch, rows, width)``, plus the stream."""
     batch, chunks, payload_bytes = payloads.shape
-    blocks = payload_bytes // fmt.block_bytes
+    chunk_blocks = blocking.blocks_per_chunk(shape, fmt.block_size, chunks)
+    start, blocks = _run(piece, chunk_blocks)
     tuning = _ROTATING if fmt.rotate else _RETURN
     row_scalars, row_constants = _rows(shape, fmt)
     (rows,) = _launch(
         triton_kernels.return_kernel,
-        [payloads, payloads if stream is None else stream, _matrix(fmt, 0)],
-        [*row_scalars, chunks, blocks, payload_bytes // _alignment(payload_bytes)],
+        [
+            payloads if out is None else out,
+            payloads,
+            payloads if stream is None else stream,
+            _matrix(fmt, 0),
+        ],
+        [*row_scalars, chunks, *_place(chunk_blocks, start, blocks, payload_bytes)],
         [jax.ShapeDtypeStruct((batch, *shape), dtype)],
         (blocks, batch * chunks),
         fmt=fmt,
         tuning=tuning,
+        input_output_aliases={} if out is None else {0: 0},
         ADD=stream is not None,
         ROTATE=fmt.rotate,
         STAGES=tuning.stages,
@@ -154,6 +174,17 @@ def _launch(
         TILE=tile,
         **options,
     )
+
+
+def _run(piece: Piece | None, chunk_blocks: int) -> tuple[int, int]:
+    """Where the piece's run of blocks begins in a chunk, and how long it is."""
+    start, stop = piece or (0, chunk_blocks)
+    return start, stop - start
+
+
+def _place(chunk_blocks: int, start: int, blocks: int, payload_bytes: int):
+    """What a kernel must know of chunks and pieces."""
+    return [chunk_blocks, start, blocks, payload_bytes // _alignment(payload_bytes)]
 
 
 def _part_width(fmt: WireFormat) -> int:

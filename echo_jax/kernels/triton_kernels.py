@@ -49,7 +49,9 @@ def send_kernel(
     blocks_per_row,
     row_units,  # values of a row, in units of ROW_ALIGN
     chunks,
-    blocks,
+    chunk_blocks,  # blocks of a chunk
+    piece_start,  # the first of them that is sent
+    blocks,  # how many are sent
     payload_units,  # bytes of a payload, in units of ALIGN
     payloads,
     new_owed,
@@ -77,9 +79,9 @@ def send_kernel(
     if STAGES == 1:
         _send_tile(
             tl.program_id(0), x, owed, owed_scales, entries, total_blocks,
-            blocks_per_row, row_width, chunk, first_chunk, blocks, payload_units,
-            payloads, new_owed, new_scales, KIND, RAGGED, ROTATE, SCALE_FACTOR, BITS,
-            SIZE, WIDTH, ALIGN, TILE,
+            blocks_per_row, row_width, chunk, first_chunk, chunk_blocks, piece_start,
+            blocks, payload_units, payloads, new_owed, new_scales, KIND, RAGGED,
+            ROTATE, SCALE_FACTOR, BITS, SIZE, WIDTH, ALIGN, TILE,
         )  # fmt: skip
     else:
         tiles = tl.cdiv(blocks, TILE)
@@ -88,9 +90,9 @@ def send_kernel(
         ):
             _send_tile(
                 tile, x, owed, owed_scales, entries, total_blocks, blocks_per_row,
-                row_width, chunk, first_chunk, blocks, payload_units, payloads,
-                new_owed, new_scales, KIND, RAGGED, ROTATE, SCALE_FACTOR, BITS, SIZE,
-                WIDTH, ALIGN, TILE,
+                row_width, chunk, first_chunk, chunk_blocks, piece_start, blocks,
+                payload_units, payloads, new_owed, new_scales, KIND, RAGGED, ROTATE,
+                SCALE_FACTOR, BITS, SIZE, WIDTH, ALIGN, TILE,
             )  # fmt: skip
 
 
@@ -106,6 +108,8 @@ def _send_tile(
     row_width,
     chunk,
     first_chunk,
+    chunk_blocks,
+    piece_start,
     blocks,
     payload_units,
     payloads,
@@ -123,13 +127,13 @@ def _send_tile(
 ):
     row = tl.arange(0, TILE)
     inside = tile * TILE + row < blocks
-    first = (chunk - first_chunk) * blocks + tile * TILE
+    first = (chunk - first_chunk) * chunk_blocks + piece_start + tile * TILE
     values = load_rows(
         x, first, row, inside & (first + row < total_blocks), blocks_per_row,
         row_width, RAGGED, SIZE, WIDTH,
     )  # fmt: skip
     # Before the rotation, whose barriers would hold these loads up.
-    start = chunk.to(tl.int64) * blocks + tile * TILE
+    start = chunk.to(tl.int64) * chunk_blocks + piece_start + tile * TILE
     stride: tl.constexpr = SIZE // 2 if KIND == "nibbles" else SIZE
     kept = load_owed(
         owed + start * stride, owed_scales + start, row, inside, KIND, SIZE, WIDTH
@@ -154,6 +158,8 @@ def reduce_kernel(
     payloads,
     owed,
     owed_scales,
+    chunk_blocks,
+    piece_start,
     blocks,
     payload_units,
     sums,
@@ -172,7 +178,7 @@ def reduce_kernel(
     tile, message = tl.program_id(0), tl.program_id(1)
     row = tl.arange(0, TILE)
     inside = tile * TILE + row < blocks
-    start = message.to(tl.int64) * blocks + tile * TILE
+    start = message.to(tl.int64) * chunk_blocks + piece_start + tile * TILE
     stride: tl.constexpr = SIZE // 2 if KIND == "nibbles" else SIZE
     kept = load_owed(
         owed + start * stride, owed_scales + start, row, inside, KIND, SIZE, WIDTH
@@ -202,6 +208,7 @@ def reduce_kernel(
 
 @triton.jit
 def return_kernel(
+    earlier,  # the output with the pieces before this one, in its place
     payloads,
     stream,
     matrix,
@@ -209,6 +216,8 @@ def return_kernel(
     blocks_per_row,
     row_units,
     chunks,
+    chunk_blocks,
+    piece_start,
     blocks,
     payload_units,
     out,
@@ -236,8 +245,9 @@ def return_kernel(
     if STAGES == 1:
         _return_tile(
             tl.program_id(0), payloads, stream, entries, total_blocks, blocks_per_row,
-            row_width, chunk, first_chunk, blocks, payload_units, out, ADD, RAGGED,
-            ROTATE, UNROTATE_SCALE, BITS, SIZE, WIDTH, ALIGN, TILE,
+            row_width, chunk, first_chunk, chunk_blocks, piece_start, blocks,
+            payload_units, out, ADD, RAGGED, ROTATE, UNROTATE_SCALE, BITS, SIZE, WIDTH,
+            ALIGN, TILE,
         )  # fmt: skip
     else:
         tiles = tl.cdiv(blocks, TILE)
@@ -246,8 +256,9 @@ def return_kernel(
         ):
             _return_tile(
                 tile, payloads, stream, entries, total_blocks, blocks_per_row,
-                row_width, chunk, first_chunk, blocks, payload_units, out, ADD, RAGGED,
-                ROTATE, UNROTATE_SCALE, BITS, SIZE, WIDTH, ALIGN, TILE,
+                row_width, chunk, first_chunk, chunk_blocks, piece_start, blocks,
+                payload_units, out, ADD, RAGGED, ROTATE, UNROTATE_SCALE, BITS, SIZE,
+                WIDTH, ALIGN, TILE,
             )  # fmt: skip
 
 
@@ -262,6 +273,8 @@ def _return_tile(
     row_width,
     chunk,
     first_chunk,
+    chunk_blocks,
+    piece_start,
     blocks,
     payload_units,
     out,
@@ -281,7 +294,7 @@ def _return_tile(
         payloads, chunk, payload_units, tile, blocks, BITS, SIZE, ALIGN, TILE
     )
     levels, scale = read(body, tail, row, inside, BITS, SIZE, WIDTH)
-    first = (chunk - first_chunk) * blocks + tile * TILE
+    first = (chunk - first_chunk) * chunk_blocks + piece_start + tile * TILE
     inside = inside & (first + row < total_blocks)
     kept = ()
     if ADD:

@@ -13,6 +13,7 @@ from echo_jax.typing import (
 )
 from echo_jax.wire import blocks as blocking
 from echo_jax.wire import compact, packing, quantizer
+from echo_jax.wire.blocks import Piece
 from echo_jax.wire.compact import Compact
 from echo_jax.wire.format import WireFormat
 from echo_jax.wire.rotation import rotate, transform, unrotate
@@ -22,18 +23,33 @@ _UNROLL_RANKS = 16
 
 
 def send(
-    x: Rows, residual: SendResidual | Compact | None, *, fmt: WireFormat, chunks: int
+    x: Rows,
+    residual: SendResidual | Compact | None,
+    *,
+    fmt: WireFormat,
+    chunks: int,
+    piece: Piece | None = None,
 ) -> tuple[Payloads, SendResidual | Compact | None]:
     """See :class:`echo_jax.kernels.api.Codec`."""
     values = blocking.to_blocks(x.astype(jnp.float32), fmt.block_size, chunks)
-    return _encode_with_feedback(rotate(values, fmt), residual, fmt)
+    values = rotate(blocking.take_piece(values, piece, axis=1), fmt)
+    owed = blocking.take_piece(residual, piece, axis=1)
+    payloads, owed = _encode_with_feedback(values, owed, fmt)
+    return payloads, blocking.put_piece(residual, owed, piece, axis=1)
 
 
 def reduce(
-    payloads: Payloads, residual: ReduceResidual | Compact | None, *, fmt: WireFormat
+    payloads: Payloads,
+    residual: ReduceResidual | Compact | None,
+    *,
+    fmt: WireFormat,
+    piece: Piece | None = None,
 ) -> tuple[Payload, ReduceResidual | Compact | None]:
     """See :class:`echo_jax.kernels.api.Codec`."""
-    return _encode_with_feedback(_sum_in_rank_order(payloads, fmt), residual, fmt)
+    total = _sum_in_rank_order(payloads, fmt)
+    owed = blocking.take_piece(residual, piece, axis=0)
+    payload, owed = _encode_with_feedback(total, owed, fmt)
+    return payload, blocking.put_piece(residual, owed, piece, axis=0)
 
 
 def return_(
@@ -43,6 +59,8 @@ def return_(
     dtype,
     fmt: WireFormat,
     stream: Rows | None = None,
+    piece: Piece | None = None,
+    out: Rows | None = None,
 ) -> Rows:
     """See :class:`echo_jax.kernels.api.Codec`."""
     codes, scales = packing.split(payloads, fmt)
@@ -53,10 +71,16 @@ def return_(
         values = transform(values)
         scales = scales * 2.0**-fmt.inverse_exponent
     values = values * scales[..., None]
-    rows = blocking.from_blocks(values, shape)
+    chunks = payloads.shape[0]
     if stream is not None:
-        rows = stream.astype(jnp.float32) + rows
-    return rows.astype(dtype)
+        old = blocking.to_blocks(stream.astype(jnp.float32), fmt.block_size, chunks)
+        values = blocking.take_piece(old, piece, axis=1) + values
+    values = values.astype(dtype)
+    if piece is not None:
+        earlier = jnp.zeros(shape, dtype) if out is None else out
+        earlier = blocking.to_blocks(earlier, fmt.block_size, chunks)
+        values = blocking.put_piece(earlier, values, piece, axis=1)
+    return blocking.from_blocks(values, shape)
 
 
 def sum_chunks(

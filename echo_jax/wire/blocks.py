@@ -5,11 +5,25 @@ last block is padded with zeros; whole blocks of zeros fill up the last chunk, o
 chunk going to each rank.
 """
 
+import itertools
 import math
+from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 
 from echo_jax.typing import AnyFloat, Rows, Shape
+
+# Pieces begin at multiples of so many blocks, where they are that large: their codes
+# are then aligned for the widest loads.
+_PIECE_BLOCKS = 64
+
+
+class Piece(NamedTuple):
+    """A run of blocks, the same one in the chunk of every rank."""
+
+    start: int
+    stop: int
 
 
 def row_shape(shape: Shape) -> tuple[int, int]:
@@ -46,3 +60,36 @@ def from_blocks(blocks: AnyFloat, shape: tuple[int, int]) -> Rows:
     per_row = -(-width // block_size)
     x = blocks.reshape(-1, block_size)[: rows * per_row]
     return x.reshape(rows, per_row * block_size)[:, :width]
+
+
+def cut_pieces(blocks: int, count: int) -> list[Piece | None]:
+    """Cuts a chunk into ``count`` pieces, or as many as it has blocks.
+
+    Returns:
+      The pieces in order; ``[None]``, which stands for the whole chunk, if it is one.
+    """
+    unit = _PIECE_BLOCKS if blocks >= count * _PIECE_BLOCKS else 1
+    count = max(1, min(count, blocks))
+    edges = [blocks * index // count // unit * unit for index in range(count)]
+    if count == 1:
+        return [None]
+    return [Piece(*run) for run in itertools.pairwise([*edges, blocks])]
+
+
+def take_piece(tree, piece: Piece | None, *, axis: int):
+    """The piece's run of blocks of every leaf, blocks along ``axis``."""
+    if piece is None:
+        return tree
+    return jax.tree.map(
+        lambda leaf: jax.lax.slice_in_dim(leaf, *piece, axis=axis), tree
+    )
+
+
+def put_piece(tree, part, piece: Piece | None, *, axis: int):
+    """``tree`` with ``part`` in the place of the piece."""
+    if piece is None:
+        return part
+    update = jax.lax.dynamic_update_slice_in_dim
+    return jax.tree.map(
+        lambda leaf, run: update(leaf, run, piece.start, axis), tree, part
+    )

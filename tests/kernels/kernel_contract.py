@@ -37,6 +37,7 @@ class Case:
     scale: float = 1.0
     special: str = "none"  # "nan", "inf", "zeros" or "tiny": what one block holds
     stream: bool = False
+    pieces: int = 1  # that the message is sent in, one after the other
 
     @property
     def fmt(self) -> WireFormat:
@@ -84,6 +85,15 @@ def _cases() -> list[Case]:
         ]
         cases += [Case(rotate=rotate, ranks=ranks) for ranks in (1, 2, 8, 17)]
         cases += [Case(rotate=rotate, batch=3, shape=(5, 100), residual="bfloat16")]
+        cases += [
+            Case(rotate=rotate, pieces=pieces, residual=residual, **extra)
+            for pieces, residual, extra in (
+                (3, "int8", {"batch": 2, "shape": (5, 200), "dtype": "bfloat16"}),
+                (2, "int4", {"ranks": 2, "shape": (300, 64), "dtype": "bfloat16"}),
+                (4, "float32", {"stream": True}),
+                (100, None, {"bits": 8}),
+            )
+        ]
     return list(dict.fromkeys(cases))
 
 
@@ -102,7 +112,7 @@ def _check_send(backend, case: Case, seed: int):
     shape = (case.batch, case.ranks, _blocks(case), case.block_size)
     residual = owed(case, shape, seed + 1)
     static = {"fmt": case.fmt, "chunks": case.ranks}
-    got = jax.jit(lambda *args: backend.send(*args, **static))(x, residual)
+    got = jax.jit(lambda *args: _send(backend, case, *args, **static))(x, residual)
     want = jax.jit(jax.vmap(lambda *args: xla.send(*args, **static)))(x, residual)
     assert got[0].shape == want[0].shape
     _compare(case, got, want)
@@ -120,7 +130,7 @@ def _check_reduce(backend, case: Case, payloads, seed: int):
     """Ranks' own payloads stand for one chunk of each rank: the bytes are alike."""
     shape = (case.batch, _blocks(case), case.block_size)
     residual = owed(case, shape, seed + 2)
-    got = jax.jit(lambda *args: backend.reduce(*args, fmt=case.fmt))(payloads, residual)
+    got = jax.jit(lambda *args: _reduce(backend, case, *args))(payloads, residual)
     want = jax.jit(jax.vmap(lambda *args: xla.reduce(*args, fmt=case.fmt)))(
         payloads, residual
     )
@@ -135,12 +145,70 @@ def _check_reduce(backend, case: Case, payloads, seed: int):
 def _check_return(backend, case: Case, payloads, seed: int) -> None:
     static = {"shape": case.shape, "dtype": jnp.dtype(case.dtype), "fmt": case.fmt}
     stream = inputs(case, seed + 3) if case.stream else None
-    got = jax.jit(lambda *args: backend.return_(*args, **static))(payloads, stream)
+    got = jax.jit(lambda *args: _return(backend, case, *args, **static))(
+        payloads, stream
+    )
     want = jax.jit(
         jax.vmap(lambda p, s: xla.return_(p, stream=s, **static))
     )(payloads, stream)  # fmt: skip
     assert got.dtype == want.dtype
     np.testing.assert_array_equal(_bits(got), _bits(want))
+
+
+def _send(backend, case: Case, x, residual, **static):
+    """Sends piece after piece; puts their payloads together."""
+    parts = []
+    for piece in _pieces(case):
+        payloads, residual = backend.send(x, residual, piece=piece, **static)
+        parts.append(payloads)
+    return _joined(parts, case), residual
+
+
+def _reduce(backend, case: Case, payloads, residual):
+    parts = []
+    for piece in _pieces(case):
+        part = _part(payloads, piece, case)
+        sums, residual = backend.reduce(part, residual, fmt=case.fmt, piece=piece)
+        parts.append(sums)
+    return _joined(parts, case), residual
+
+
+def _return(backend, case: Case, payloads, stream, **static):
+    out = None
+    for piece in _pieces(case):
+        part = _part(payloads, piece, case)
+        out = backend.return_(part, stream, out, piece=piece, **static)
+    return out
+
+
+def _pieces(case: Case):
+    return blocking.cut_pieces(_blocks(case), case.pieces)
+
+
+def _joined(parts, case: Case):
+    """The payload of the whole from those of its pieces."""
+    cut = [
+        part.shape[-1] // case.fmt.block_bytes * case.fmt.code_bytes for part in parts
+    ]
+    pairs = list(zip(parts, cut, strict=True))
+    bodies = [part[..., :size] for part, size in pairs]
+    tails = [part[..., size:] for part, size in pairs]
+    return jnp.concatenate([*bodies, *tails], axis=-1)
+
+
+def _part(payloads, piece, case: Case):
+    """The payload of a piece from that of the whole."""
+    if piece is None:
+        return payloads
+    size, tail = case.fmt.code_bytes, _blocks(case) * case.fmt.code_bytes
+    scale = case.fmt.block_bytes - size
+    return jnp.concatenate(
+        [
+            payloads[..., piece.start * size : piece.stop * size],
+            payloads[..., tail + piece.start * scale : tail + piece.stop * scale],
+        ],
+        axis=-1,
+    )
 
 
 def inputs(case: Case, seed: int):

@@ -107,7 +107,13 @@ KERNELS = {
     ),
     "return_kernel": (
         {"ADD": True, "UNROTATE_SCALE": 0.125, **ROWS},
-        {"payloads": "u8", "stream": "bf16", "matrix": "bf16", "out": "bf16"},
+        {
+            "earlier": "bf16",
+            "payloads": "u8",
+            "stream": "bf16",
+            "matrix": "bf16",
+            "out": "bf16",
+        },
     ),
 }
 
