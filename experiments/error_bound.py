@@ -197,7 +197,7 @@ def read_activations(settings: Settings) -> jax.Array | None:
     model = load(settings.model, mesh, dtype="float32")
     text = read_text(settings.text).tobytes()
     if settings.text is not None and settings.text.suffix == ".xz":
-        text = lzma.decompress(text)
+        text = lzma.LZMADecompressor().decompress(text)  # a part will do
     # No token is longer than this.
     start = text[: 64 * settings.tokens].decode(errors="ignore")
     tokens = load_tokenizer(settings.model).encode(start)[: settings.tokens]
