@@ -9,12 +9,19 @@ the measured peaks in block coordinates.
     python experiments/error_bound.py            # minutes on two CPU cores
     python experiments/error_bound.py --tiny     # seconds, for CI
 
+With a checkpoint, what the ranks of a real model add in each of its all-reduces is
+summed too, in order of depth, the model run on the first tokens of a text:
+
+    python experiments/error_bound.py --model SmolLM2-135M-Instruct.Q4_1.gguf \
+        --text austen.txt.xz --model-ranks 3
+
 The plots of the documentation are made from the file that this writes.
 """
 
 import dataclasses
 import functools
 import itertools
+import lzma
 import pathlib
 from collections.abc import Callable, Iterator
 from typing import Literal
@@ -25,7 +32,12 @@ import numpy as np
 import tyro
 
 import echo_jax as echo
+from echo_jax.cli import use_cpu_devices
+from echo_jax.config import ResidualDtype
+from echo_jax.models import load, load_tokenizer
+from echo_jax.models.partial_sums import partial_sums
 from echo_jax.records import Record, RecordWriter
+from echo_jax.training.data import read_text
 from echo_jax.wire import blocks as blocking
 from echo_jax.wire import (
     gaussian_contraction,
@@ -42,8 +54,10 @@ DEGREES_OF_FREEDOM = 3  # of Student's t: infinite fourth moment
 OUTLIER_CHANNELS = 4  # of a row's WIDTH
 OUTLIER_SIZE = 100.0  # over the other channels
 
-Distribution = Literal["normal", "student_t", "outlier_channels"]
+Distribution = Literal["normal", "student_t", "outlier_channels", "activations"]
 DISTRIBUTIONS: tuple[Distribution, ...] = ("normal", "student_t", "outlier_channels")
+BOUNDS = ("bound", "typical_bound")
+Measured = dict[str, np.ndarray]  # by name, one row a call
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,13 +67,18 @@ class Settings:
     seed: int = 0
     out: pathlib.Path = RESULTS
     tiny: bool = False  # a few cells of a few calls
+    # Checkpoint of a Llama or Qwen3, whose activations are summed too.
+    model: pathlib.Path | None = None
+    model_ranks: int = 3  # that its sums are cut into
+    text: pathlib.Path | None = None  # that it reads; None for source code of Python
+    tokens: int = 256  # of the text
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cell:
     """One run: calls of one kind, whose errors are looked at after some of them."""
 
-    sweep: Literal["depth", "ranks", "format"]
+    sweep: Literal["depth", "ranks", "format", "activations"]
     bits: int = 4
     block_size: int = 64
     rotate: bool = True
@@ -68,7 +87,7 @@ class Cell:
     values: int = 8192  # in one rank's tensor
     distribution: Distribution = "normal"
     feedback: bool = True
-    residual_dtype: Literal["float32", "bfloat16"] = "float32"
+    residual_dtype: ResidualDtype = "float32"
 
     @property
     def config(self) -> echo.EchoConfig:
@@ -86,9 +105,8 @@ class Cell:
     @property
     def looks(self) -> list[int]:
         """After how many calls the error is recorded."""
-        return [d for d in DEPTHS if d < self.calls and self.sweep == "depth"] + [
-            self.calls
-        ]
+        deep = self.sweep in ("depth", "activations")
+        return [d for d in DEPTHS if deep and d < self.calls] + [self.calls]
 
 
 def cells(tiny: bool) -> Iterator[Cell]:
@@ -123,6 +141,29 @@ def cells(tiny: bool) -> Iterator[Cell]:
                 calls=4 if tiny else 20,
                 values=1024 if tiny else 8192,
             )
+    # Last, so that the seeds of the others stay what they were.
+    for dtype in ("int8", "int4"):
+        yield Cell(sweep="depth", calls=calls, values=values, residual_dtype=dtype)
+
+
+def activation_cells(sums: jax.Array, tiny: bool) -> Iterator[Cell]:
+    """Runs over partial sums ``(calls, ranks, tokens, width)`` of a model."""
+    calls, ranks, *shape = sums.shape
+    cell = Cell(
+        sweep="activations",
+        distribution="activations",
+        ranks=ranks,
+        calls=calls,
+        values=int(np.prod(shape)),
+    )
+    for bits, rotated in itertools.product(
+        (4,) if tiny else (2, 3, 4, 8), (True, False)
+    ):
+        yield dataclasses.replace(cell, bits=bits, rotate=rotated)
+    for rotated in (True, False):
+        yield dataclasses.replace(cell, rotate=rotated, feedback=False)
+    for dtype in ("bfloat16", "int8", "int4"):
+        yield dataclasses.replace(cell, residual_dtype=dtype)
 
 
 def draw_normal(key: jax.Array, shape: tuple[int, int]) -> jax.Array:
@@ -147,109 +188,181 @@ DRAW: dict[Distribution, Callable] = {
 }
 
 
-@functools.cache
-def compiled(cell: Cell) -> Callable[[jax.Array, int], dict[str, jax.Array]]:
-    """A jitted ``(key, index of the distribution) -> error and peaks of each call``."""
+def read_activations(settings: Settings) -> jax.Array | None:
+    """Partial sums ``(calls, ranks, tokens, width)`` of a model; None without one."""
+    if settings.model is None:
+        return None
+    use_cpu_devices(settings.model_ranks)
+    mesh = jax.make_mesh((settings.model_ranks,), ("tensor",))
+    model = load(settings.model, mesh, dtype="float32")
+    text = read_text(settings.text).tobytes()
+    if settings.text is not None and settings.text.suffix == ".xz":
+        text = lzma.LZMADecompressor().decompress(text)  # a part will do
+    # No token is longer than this.
+    start = text[: 64 * settings.tokens].decode(errors="ignore")
+    tokens = load_tokenizer(settings.model).encode(start)[: settings.tokens]
+    if len(tokens) < settings.tokens:
+        raise ValueError(
+            f"the text has {len(tokens)} tokens, --tokens asks for {settings.tokens}: "
+            "give a longer --text."
+        )
+    sums = partial_sums(model, np.asarray([tokens]))
+    # To one device, on which ranks are simulated.
+    return jnp.asarray(np.asarray(sums)[:, :, 0])
+
+
+def one_rank(cell: Cell, value_of: Callable, items) -> Measured:
+    """Sums of one rank: error and peaks of each block of each call.
+
+    Args:
+      cell: configuration of the calls.
+      value_of: this rank's tensor from an entry of ``items``.
+      items: one entry for each call.
+    """
     config, fmt = cell.config, cell.config.format
-    shape = (cell.values // WIDTH, WIDTH)
 
     def blocks(x):
         return rotate(blocking.to_blocks(x, fmt.block_size, 1)[0], fmt)
 
-    # The newest calls count: an error of k times a call's values is left to the next.
-    memory = gaussian_contraction(fmt) ** 2 if cell.feedback else 1.0
-    share = 1.0 - memory if cell.feedback else 1.0
+    def one_call(carry, item):
+        residual, missing = carry
+        x = value_of(item)
+        y, residual = echo.echo_psum(x, residual, AXIS, config=config)
+        exact = jax.lax.psum(x, AXIS)
+        missing = missing + (y - exact)
+        peaks = jnp.max(jnp.abs(blocks(x)), axis=-1)
+        measured = {
+            "error": jnp.max(jnp.abs(blocks(missing)), axis=-1),
+            "square_error": jnp.mean(jnp.square(missing)),
+            "square_sum": jnp.mean(jnp.square(exact)),
+            "peak": jax.lax.pmax(peaks, AXIS),
+            "square_peak": jax.lax.pmean(jnp.square(peaks), AXIS),
+            "sum_peak": jnp.max(jnp.abs(blocks(exact)), axis=-1),
+        }
+        return (residual, missing), measured
 
-    def one_rank(key, kind):
-        def one_call(carry, index):
-            residual, missing, weighted = carry
+    like = jax.eval_shape(value_of, jax.tree.map(lambda leaf: leaf[0], items))
+    residual = echo.init_residual(like, AXIS, config=config)
+    return jax.lax.scan(one_call, (residual, jnp.zeros(like.shape)), items)[1]
+
+
+@functools.cache
+def compiled(cell: Cell) -> Callable[[jax.Array, int], Measured]:
+    """A jitted ``(key, index of the distribution) -> what is measured``."""
+    shape = (cell.values // WIDTH, WIDTH)
+    branches = [functools.partial(draw, shape=shape) for draw in DRAW.values()]
+
+    def rank(key, kind):
+        def draw(index):
             own = jax.random.fold_in(key, index * cell.ranks + jax.lax.axis_index(AXIS))
-            branches = [functools.partial(f, shape=shape) for f in DRAW.values()]
-            x = jax.lax.switch(kind, branches, own)
-            y, residual = echo.echo_psum(x, residual, AXIS, config=config)
-            exact = jax.lax.psum(x, AXIS)
-            missing = missing + (y - exact)
-            peaks = jnp.max(jnp.abs(blocks(x)), axis=-1)
-            sum_peaks = jnp.max(jnp.abs(blocks(exact)), axis=-1)
-            squares = (jax.lax.pmean(jnp.square(peaks), AXIS), jnp.square(sum_peaks))
-            weighted = tuple(
-                memory * old + share * new
-                for old, new in zip(weighted, squares, strict=True)
-            )
-            measured = {
-                "error": jnp.max(jnp.abs(blocks(missing))),
-                "square_error": jnp.mean(jnp.square(missing)),
-                "square_sum": jnp.mean(jnp.square(exact)),
-                "peak": jax.lax.pmax(jnp.max(peaks), AXIS),
-                "sum_peak": jnp.max(sum_peaks),
-                "weighted_peak": jnp.sqrt(jnp.max(weighted[0])),
-                "weighted_sum_peak": jnp.sqrt(jnp.max(weighted[1])),
-            }
-            return (residual, missing, weighted), measured
+            return jax.lax.switch(kind, branches, own)
 
-        residual = echo.init_residual(shape, AXIS, config=config)
-        zeros = jnp.zeros(cell.values // cell.block_size)
-        carry = (residual, jnp.zeros(shape), (zeros, zeros))
-        return jax.lax.scan(one_call, carry, jnp.arange(cell.calls))[1]
+        return one_rank(cell, draw, jnp.arange(cell.calls))
 
-    return jax.jit(
-        jax.vmap(
-            one_rank,
-            in_axes=(None, None),
-            out_axes=None,
-            axis_name=AXIS,
-            axis_size=cell.ranks,
-        )
+    return on_ranks(rank, cell, in_axes=(None, None))
+
+
+def on_ranks(function: Callable, cell: Cell, in_axes: tuple) -> Callable:
+    """The function on simulated ranks, which all return the same."""
+    ranked = jax.vmap(
+        function,
+        in_axes=in_axes,
+        out_axes=None,
+        axis_name=AXIS,
+        axis_size=cell.ranks,
     )
+    return jax.jit(ranked)
 
 
-def run(cell: Cell, seed: int) -> dict[str, np.ndarray]:
-    """Error and peaks after each call, in block coordinates."""
+def run(cell: Cell, seed: int, sums: jax.Array | None = None) -> Measured:
+    """Error and peaks after each call, in block coordinates.
+
+    Args:
+      cell: what is run.
+      seed: of what is drawn.
+      sums: what is summed where nothing is drawn.
+    """
+    if cell.distribution == "activations":
+        walk = functools.partial(one_rank, cell, lambda x: x)
+        return jax.tree.map(np.asarray, on_ranks(walk, cell, in_axes=(1,))(sums))
     # Distributions share a program.
     function = compiled(dataclasses.replace(cell, distribution="normal"))
     kind = DISTRIBUTIONS.index(cell.distribution)
     return jax.tree.map(np.asarray, function(jax.random.key(seed), kind))
 
 
-def figures(cell: Cell, measured: dict[str, np.ndarray], calls: int) -> dict:
+def expected_peak(cell: Cell, squares: np.ndarray) -> np.ndarray:
+    """Root mean square peak of each block over the calls that its error stems from.
+
+    The newest calls count: an error of k times a call's values is left to the next.
+    Without feedback all count alike; where storage loses something, they do as well.
+    """
+    every = np.sqrt(squares.mean(axis=0))
+    if not cell.feedback:
+        return every
+    memory = gaussian_contraction(cell.config.format) ** 2
+    newest = np.zeros_like(squares[0])
+    for square in squares:
+        newest = memory * newest + (1.0 - memory) * square
+    newest = np.sqrt(newest)
+    return newest if cell.residual_dtype == "float32" else np.maximum(newest, every)
+
+
+def least_ratio(bounds: Callable, peaks: dict[str, np.ndarray], error) -> float:
+    """The least of bound over error in all blocks, each with its own peaks."""
+    own = bounds(peak=1.0, sum_peak=0.0).stream * peaks["peak"]
+    owner = bounds(peak=0.0, sum_peak=1.0).stream * peaks["sum_peak"]
+    # The worst case adds magnitudes, the typical one variances.
+    whole = own + owner if bounds.func is echo.error_bound else np.hypot(own, owner)
+    return float(np.min(whole[error > 0] / error[error > 0]))
+
+
+def figures(cell: Cell, measured: Measured, calls: int) -> dict[str, float]:
     """The metrics after some calls, with bounds from the peaks until then."""
-    fmt = cell.config.format
     kinds = {
+        "fmt": cell.config.format,
         "ranks": cell.ranks,
         "calls": calls,
         "feedback": cell.feedback,
         "residual_dtype": cell.residual_dtype,
     }
-    worst = echo.error_bound(
-        fmt,
-        peak=float(measured["peak"][:calls].max()),
-        sum_peak=float(measured["sum_peak"][:calls].max()),
-        **kinds,
-    )
-    mean = 1.0 if cell.feedback else calls**-0.5
-    typical = typical_bound(
-        fmt,
-        values=cell.values,
-        peak=mean * float(measured["weighted_peak"][calls - 1]),
-        sum_peak=mean * float(measured["weighted_sum_peak"][calls - 1]),
-        **kinds,
-    )
+    largest = {
+        name: measured[name][:calls].max(axis=0) for name in ("peak", "sum_peak")
+    }
+    expected = {
+        "peak": expected_peak(cell, measured["square_peak"][:calls]),
+        "sum_peak": expected_peak(cell, measured["sum_peak"][:calls] ** 2),
+    }
+    worst = functools.partial(echo.error_bound, **kinds)
+    typical = functools.partial(typical_bound, values=cell.values, **kinds)
+    error = measured["error"][calls - 1]
     sums = measured["square_sum"][:calls].mean()
-    return {
-        "measured_error": float(measured["error"][calls - 1]),
-        "bound": worst.stream,
-        "typical_bound": typical.stream,
+    found = {
+        "measured_error": float(error.max()),
+        "bound": worst(**{k: float(v.max()) for k, v in largest.items()}).stream,
+        "typical_bound": typical(
+            **{k: float(v.max()) for k, v in expected.items()}
+        ).stream,
         "relative_rms_error": float(
             np.sqrt(measured["square_error"][calls - 1] / sums)
         ),
     }
+    if cell.sweep == "activations":
+        # One block outweighs all others there.
+        found["block_bound_ratio"] = least_ratio(worst, largest, error)
+        found["block_typical_bound_ratio"] = least_ratio(typical, expected, error)
+    return found
 
 
 def summary(rows: list[dict]) -> Iterator[tuple[str, float, dict]]:
     """``(metric, value, config)`` of what the documentation says of all cells."""
-    for name in ("bound", "typical_bound"):
+    real = [row for row in rows if row["sweep"] == "activations"]
+    for name in BOUNDS:
         ratios = [row[name] / row["measured_error"] for row in rows]
         yield f"least_{name}_ratio", min(ratios), {"cells": len(rows)}
+        if real:
+            least = min(row[f"block_{name}_ratio"] for row in real)
+            yield f"least_block_{name}_ratio", least, {"cells": len(real)}
     gaussian = {"distribution": "normal", "rotate": True, "feedback": True}
     ratios = [
         row["typical_bound"] / row["measured_error"]
@@ -289,11 +402,19 @@ def main() -> None:
             )
         )
 
-    for number, cell in enumerate(cells(settings.tiny)):
+    sums = read_activations(settings)
+    runs = list(cells(settings.tiny))
+    if sums is None:
+        print("No --model: real activations are left out.")
+    else:
+        runs += activation_cells(sums, settings.tiny)
+    for number, cell in enumerate(runs):
         seed = settings.seed + number
-        measured = run(cell, seed)
+        measured = run(cell, seed, sums)
         for calls in cell.looks:
             config = {**dataclasses.asdict(cell), "calls": calls}
+            if cell.sweep == "activations":
+                config |= source(settings)
             found = figures(cell, measured, calls)
             rows.append({**config, **found})
             for metric, value in found.items():
@@ -304,16 +425,21 @@ def main() -> None:
         print(metric, f"{value:.3f}", config)
 
 
+def source(settings: Settings) -> dict[str, str | int]:
+    """What the activations are those of."""
+    text = "Python" if settings.text is None else settings.text.name
+    assert settings.model is not None
+    return {"model": settings.model.stem, "text": text, "tokens": settings.tokens}
+
+
 def describe(cell: Cell, found: dict[str, float]) -> str:
     """One line on a run."""
-    bound, typical = (
-        found[name] / found["measured_error"] for name in ("bound", "typical_bound")
-    )
+    bound, typical = (found[name] / found["measured_error"] for name in BOUNDS)
     expected = gaussian_stream_error(cell.config.format)
     return (
-        f"{cell.sweep:7}{cell.distribution:17}{cell.bits} bits, block "
+        f"{cell.sweep:12}{cell.distribution:17}{cell.bits} bits, block "
         f"{cell.block_size:3} rotate={cell.rotate!s:5} feedback={cell.feedback!s:5} "
-        f"{cell.ranks:3} ranks, {cell.calls:4} calls: relative error "
+        f"{cell.residual_dtype:9}{cell.ranks:3} ranks, {cell.calls:4} calls: error "
         f"{found['relative_rms_error']:.4f} (Gaussian theory {expected:.4f}), bound "
         f"{bound:.1f}x, typical {typical:.2f}x"
     )

@@ -185,8 +185,10 @@ def _encode(values, refs, fmt: WireFormat, blocks: int) -> None:
         kept = owed[0][...]
         if halved:
             kept = _unpack(kept.astype(jnp.int32), 4) - compact.NIBBLE_OFFSET
-        unit = owed[1][...].astype(jnp.float32) * np.float32(1.0 / count)
-        values = values + kept.astype(jnp.float32) * unit[:, None]
+        unit = np.float32(1.0 / compact.steps_in(kind))
+        unit = owed[1][...].astype(jnp.float32) * unit
+        middle = kept.astype(jnp.float32) + compact.MIDDLE
+        values = values + middle * unit[:, None]
     elif owed:
         values = values + owed[0][...].astype(jnp.float32)
     scales, inverse = _scales(values, fmt)

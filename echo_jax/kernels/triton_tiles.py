@@ -262,14 +262,18 @@ def add_owed(values, kept, KIND: tl.constexpr):
     """Adds the residual that ``load_owed`` loaded."""
     parts, scale = kept
     if KIND == "bytes":
-        values = add_scaled(values, to_float(parts), scale * (1.0 / 255))
+        numbers = to_float(parts)
+        middles = ()
+        for part in tl.static_range(len(numbers)):
+            middles += (numbers[part] + 2.0**-7,)
+        values = add_scaled(values, middles, scale * (1.0 / (255 - 2.0**-6)))
     elif KIND == "nibbles":
         # A level is 2 (n + 8) - 15 for the kept integer n.
         levels = _levels(parts, 4)
         doubled = ()
         for part in tl.static_range(len(levels)):
-            doubled += (levels[part] - 1.0,)
-        values = add_scaled(values, doubled, scale * (0.5 / 15))
+            doubled += (levels[part] - (1.0 - 2.0**-6),)
+        values = add_scaled(values, doubled, scale * (0.5 / (15 - 2.0**-6)))
     elif KIND == "float":
         values = _add_parts(values, to_float(parts))
     return values

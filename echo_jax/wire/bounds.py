@@ -213,7 +213,7 @@ def typical_bound(
       peak: root mean square over ranks of a block's largest magnitude, in block
         coordinates. Calls differ: with feedback an exponentially weighted mean square
         over calls counts, ``k**2`` the weight of the call before; without, the plain
-        one.
+        one; where ``residual_dtype`` loses something, the larger of the two.
       sum_peak: largest magnitude of the exact sum over ranks, in block coordinates,
         taken over calls likewise; ``ranks * peak`` when not given.
       calls: as in :func:`error_bound`.
@@ -251,8 +251,9 @@ def typical_bound(
     if feedback:
         own = peak**2 / (1.0 - square)
         owner = (total**2 + 2.0 * ranks * square * own) / (1.0 - square)
-        # What storing w and v lost in every call before the newest.
-        growth = 1.0 if calls is None else 1.0 + 3.0 * (calls - 1) * loss**2
+        # What storing w and v lost in every call before the newest: uniform too, within
+        # this part of half a scale.
+        growth = 1.0 if calls is None else 1.0 + (calls - 1) * loss**2
     else:
         assert calls is not None
         own = peak**2

@@ -1,10 +1,11 @@
 """The compact residuals: one byte or half a byte a value, and one scale a block.
 
 What one rounding left out of a block lies within half its scale ``s`` of zero, so the
-scale is the natural unit: with ``n`` 255 or 15, a value ``e`` is kept as the integer
-``round(n e/s)``, of +-127 or +-7 at most, with the scale itself, in bfloat16, beside
-its block. At most ``s/(2 n)`` is lost each time, at random: after ``L`` calls about
-``sqrt(L)/n`` times the error of one rounding, where the other residuals lose less.
+scale is the natural unit: with ``n`` a hair under 255 or 15, a value ``e`` is kept as
+the number of its step out of ``n``, of +-127 or +-7 at most, with the scale itself, in
+bfloat16, beside its block, and read back as the middle of that step. At most
+``s/(2 n)`` is lost each time, at random: after ``L`` calls about ``sqrt(L)/n`` times
+the error of one rounding, where the other residuals lose less.
 
 A block that could not be sent at all keeps nothing: below the smallest scale, about
 1e-36, a value is dropped, where the other residuals would keep it.
@@ -27,6 +28,12 @@ from echo_jax.wire.format import WireFormat
 CONTAINER = jnp.float8_e4m3fnuz
 # Added to the integers that share a byte: one to fifteen, so that no byte is 0x80.
 NIBBLE_OFFSET = 8
+# By which there are fewer steps in a scale than numbers for them: a position in a step
+# of the code may have been rounded up to 1.
+HAIR = 2.0**-6
+# Added to a number to have the middle of its step. Without it what is lost has a mean,
+# the same on every rank and in every call, that outgrows the random part.
+MIDDLE = HAIR / 2
 
 
 class Compact(NamedTuple):
@@ -56,8 +63,8 @@ def steps_of(kind: type[Compact]) -> int:
 
 
 def steps_in(kind: type[Compact]) -> float:
-    """The same going in, a hair fewer: a position may have been rounded up to 1."""
-    return steps_of(kind) - 2.0**-6
+    """The same, a hair fewer."""
+    return steps_of(kind) - HAIR
 
 
 def zeros(shape: tuple[int, ...], kind: type[Compact] = Compact) -> Compact:
@@ -100,8 +107,9 @@ def expand(residual: Float[Array, "*batch block"] | Compact) -> Blocks:
     if issubclass(kind, Nibbles):
         halves = [steps & 0xF, (steps >> 4) & 0xF]
         steps = jnp.concatenate(halves, axis=-1) - NIBBLE_OFFSET
-    unit = residual.scales.astype(jnp.float32) * np.float32(1.0 / steps_of(kind))
-    return steps.astype(jnp.float32) * unit[..., None]
+    unit = residual.scales.astype(jnp.float32) * np.float32(1.0 / steps_in(kind))
+    # The first sum is exact, so that no contraction of the product can matter.
+    return (steps.astype(jnp.float32) + MIDDLE) * unit[..., None]
 
 
 def to_bytes(codes: Float[Array, "..."]) -> jax.Array:

@@ -83,9 +83,12 @@ def test_residuals_in_bfloat16_cost_the_worst_case_a_part_a_call():
     assert 1.0 <= first.stream / bound.stream < 1.001
 
 
-@pytest.mark.parametrize("loss", [0.0, 2.0**-9])
+STORAGE = {"float32": 0.0, "bfloat16": 2.0**-9, "int8": 1 / 255, "int4": 1 / 15}
+
+
+@pytest.mark.parametrize("dtype", STORAGE)
 @pytest.mark.parametrize("bits", [2, 4])
-def test_worst_case_holds_for_adversarial_inputs_and_storage(bits, loss):
+def test_worst_case_holds_for_adversarial_inputs_and_storage(bits, dtype):
     """Residuals stored a little off, always in the direction that hurts."""
     ranks, block, calls = 3, 16, 60
     fmt = WireFormat(bits=bits, block_size=block, rotate=False)
@@ -94,21 +97,26 @@ def test_worst_case_holds_for_adversarial_inputs_and_storage(bits, loss):
     send = np.zeros((ranks, 200, block), np.float32)
     reduce = np.zeros((200, block), np.float32)
     missing = np.zeros((200, block))
+
+    def store(residual, scales):
+        """Part of the value in bfloat16, part of half a scale in the integers."""
+        unit = np.abs(residual) if dtype == "bfloat16" else scales[..., None] / 2
+        lost = np.sign(residual) * STORAGE[dtype] * unit
+        return (residual - lost).astype(np.float32)
+
     for call in range(1, calls + 1):
         outward = np.where(send >= 0, 1, -1) * rng.choice([1.0, 0.5, 0.0], send.shape)
         x = np.where(
             rng.random((ranks, 200, 1)) < 0.5, outward, rng.uniform(-1, 1, send.shape)
         ).astype(np.float32)
-        codes, scales, send = oracle.quantize_blocks(x + send, twin)
-        total = oracle.decode(codes, scales, twin).sum(axis=0) + reduce
+        codes, sent, send = oracle.quantize_blocks(x + send, twin)
+        total = oracle.decode(codes, sent, twin).sum(axis=0) + reduce
         codes, scales, reduce = oracle.quantize_blocks(total, twin)
         missing += oracle.decode(codes, scales, twin) - x.astype(float).sum(axis=0)
-        dtype = "bfloat16" if loss else "float32"
         bound = error_bound(fmt, ranks=ranks, calls=call, residual_dtype=dtype)
         slack = call * (ranks + 1) * 2.0**-23 * ranks
         assert np.abs(missing).max() <= bound.stream + slack
-        send = (send * (1 - loss)).astype(np.float32)
-        reduce = (reduce * (1 - loss)).astype(np.float32)
+        send, reduce = store(send, sent), store(reduce, scales)
 
 
 @pytest.mark.parametrize(
