@@ -33,7 +33,7 @@ WIDTH = 1024
 class Settings:
     """What is measured."""
 
-    values: int = 1 << 23  # of a message
+    values: int = 1 << 22  # of a message; larger ones time the allocation of memory
     ranks: int = 2
     dtypes: tuple[str, ...] = ("float32", "bfloat16")  # of the message
     repeats: int = 9  # the median counts
