@@ -89,7 +89,17 @@ def put_piece(tree, part, piece: Piece | None, *, axis: int):
     """``tree`` with ``part`` in the place of the piece."""
     if piece is None:
         return part
-    update = jax.lax.dynamic_update_slice_in_dim
+
+    def put(leaf, run):
+        # CPUs update an array of bytes in place, one of 8-bit floats by way of others.
+        if leaf.dtype.itemsize == 1:
+            leaf, run = (
+                jax.lax.bitcast_convert_type(a, jnp.uint8) for a in (leaf, run)
+            )
+        return jax.lax.dynamic_update_slice_in_dim(leaf, run, piece.start, axis)
+
     return jax.tree.map(
-        lambda leaf, run: update(leaf, run, piece.start, axis), tree, part
+        lambda leaf, run: jax.lax.bitcast_convert_type(put(leaf, run), leaf.dtype),
+        tree,
+        part,
     )
