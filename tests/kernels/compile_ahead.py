@@ -1,7 +1,7 @@
 """Compiles one ``echo_psum`` for eight GPUs that are not here, and describes it.
 
-``python compile_ahead.py TARGET RESIDUAL_DTYPE ROTATE`` prints one JSON object. In a
-process of its own, because JAX reads the environment when it is imported.
+``python compile_ahead.py TARGET RESIDUAL_DTYPE ROTATE PIECES`` prints one JSON object.
+In a process of its own, because JAX reads the environment when it is imported.
 """
 
 import json
@@ -86,7 +86,11 @@ def _leaves(tree):
 
 
 if __name__ == "__main__":
-    target, residual_dtype, rotate = sys.argv[1:]
-    fmt = echo.WireFormat(rotate=rotate == "rotated")
-    config = echo.EchoConfig(format=fmt, residual_dtype=residual_dtype, min_bytes=0)
+    target, residual_dtype, rotate, pieces = sys.argv[1:]
+    config = echo.EchoConfig(
+        format=echo.WireFormat(rotate=rotate == "rotated"),
+        residual_dtype=residual_dtype,
+        min_bytes=0,
+        num_chunks=int(pieces),
+    )
     print(json.dumps(describe(target, config)))
