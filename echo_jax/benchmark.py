@@ -6,10 +6,8 @@ take turns, so that what disturbs one disturbs all.
 """
 
 import dataclasses
-import statistics
 import time
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from echo_jax.collectives import echo_psum, explain
 from echo_jax.config import EchoConfig
+from echo_jax.models.timing import Times
 from echo_jax.records import Record
 from echo_jax.residual import Residual, init_residual
 
@@ -32,19 +31,6 @@ class Case:
     name: str
     config: EchoConfig | None = None  # None: lax.psum
     dtype: str = "bfloat16"  # of the tensors that are summed
-
-
-class Times(NamedTuple):
-    """Seconds of one call, of repeated measurements."""
-
-    median: float
-    fastest: float
-    slowest: float
-
-    @classmethod
-    def of(cls, seconds: Sequence[float]) -> "Times":
-        """Of single measurements."""
-        return cls(statistics.median(seconds), min(seconds), max(seconds))
 
 
 def message_shape(values: int) -> tuple[int, int]:
@@ -219,6 +205,7 @@ def _chain(case: Case, mesh: Mesh, length: int):
     (axis_name,) = mesh.axis_names
 
     def local(x, residual):
+        y = x[0]
         for _ in range(length):
             y, residual = _add(case, x[0], residual, axis_name)
             # One value of the next message depends on this sum: it waits, is not the
@@ -259,7 +246,6 @@ def _compare(case: Case, mesh: Mesh, shape: tuple[int, ...]) -> tuple[float, boo
         bits = lax.bitcast_convert_type(y, word).astype(jnp.uint32)
         own = lax.pcast(bits, axis_name, to="varying")
         same = lax.pmin(own, axis_name) == lax.pmax(own, axis_name)
-        error = lax.pmax(lax.pcast(error, axis_name, to="varying"), axis_name)
         return error, same.all()
 
     spec = PartitionSpec(axis_name)

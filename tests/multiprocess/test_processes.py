@@ -10,6 +10,7 @@ import re
 import numpy as np
 import pytest
 
+from echo_jax.records import read_records
 from tests.multiprocess.launcher import Finished, launch
 from tests.multiprocess.worker import HEARTBEAT_SECONDS
 
@@ -64,6 +65,19 @@ def check_sums(found: np.ndarray, wanted: np.ndarray, terms: int) -> None:
     # Each of the additions rounds a partial sum under 16 a term, in either order.
     limit = 2 * (terms - 1) * 16 * terms * 2.0**-24
     np.testing.assert_allclose(found, wanted, rtol=0, atol=limit)
+
+
+def test_bench_measures_over_processes_and_the_first_reports(tmp_path):
+    first, second = launch(
+        WORKER, ["bench", str(tmp_path)], processes=2, timeout=START_SECONDS
+    )
+    assert first.code == second.code == 0, first.output + second.output
+    assert "over 2 ranks (2 x 1 cpu)" in first.output
+    assert "All-reduce" not in second.output
+    records = read_records(tmp_path / "bench.jsonl")
+    assert len(records) == 4  # time and ratio, exact and echo
+    for record in records:
+        assert (record["config"]["processes"], record["config"]["ranks"]) == (2, 2)
 
 
 FAULTS = {

@@ -16,6 +16,9 @@ HEARTBEAT_SECONDS = 10  # without a sign of life, after which the others give up
 def main() -> None:
     task, folder = sys.argv[1], pathlib.Path(sys.argv[2])
     rank, processes, port = map(int, sys.argv[3:])
+    if task == "bench":
+        bench(folder, rank, processes, port)
+        return
     if processes > 1:
         jax.distributed.initialize(
             f"127.0.0.1:{port}",
@@ -29,6 +32,17 @@ def main() -> None:
         write_results(folder, int(task.split("-")[1]))
     else:
         work_until_one_fails(task, rank, processes)
+
+
+def bench(folder: pathlib.Path, rank: int, processes: int, port: int) -> None:
+    """``echo-jax bench allreduce`` over all processes."""
+    from echo_jax import cli
+
+    command = ["bench", "allreduce", "--device", "cpu"]
+    command += ["--coordinator", f"127.0.0.1:{port}", "--processes", str(processes)]
+    command += ["--process", str(rank), "--sizes", "65536", "--min-bytes", "0"]
+    command += ["--chain", "1", "--repeats", "1", "--chunks", "1"]
+    sys.exit(cli.main([*command, "--out", str(folder / "bench.jsonl")]))
 
 
 def write_results(folder: pathlib.Path, ranks: int) -> None:
