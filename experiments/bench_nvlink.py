@@ -27,6 +27,7 @@ from echo_jax.benchmark import Case
 from echo_jax.benchmark_model import random_model
 from echo_jax.cli import use_cpu_devices
 from echo_jax.models import DecoderConfig
+from echo_jax.models.timing import Times
 from echo_jax.records import Record, RecordWriter
 
 RESULTS = pathlib.Path(__file__).parent / "results" / "bench_nvlink.jsonl"
@@ -94,8 +95,8 @@ def time_sums(settings: Settings, mesh: Mesh, writer: RecordWriter, clock: Clock
     """Every case at every size, largest messages last."""
     for size in settings.sizes:
         shape, baseline = benchmark.message_shape(size // 2), None
-        x = benchmark.draw_message(mesh, shape, "bfloat16")
         length = settings.chain if size <= 16 * MIB else max(1, settings.chain // 2)
+        x = benchmark.draw_message(mesh, shape, "bfloat16", length)
         for case in cases(settings):
             if clock.over():
                 continue

@@ -73,17 +73,16 @@ def test_cases_take_turns(monkeypatch):
         benchmark.time_cases(cases, mesh(tp=2), (2, 64), length=0)
 
 
-def test_a_chain_hands_on_what_is_owed():
-    """Calls in a row, each on another message: the mean of many is not off."""
-    shape, ranks = (4, 64), mesh(tp=2)
-    timed = benchmark.TimedSum(CASES[2], ranks, shape, length=3)
-    x = benchmark.draw_message(ranks, shape, "float32")
-    before = np.asarray(x)
-    seconds, after = timed(x)
-    assert seconds > 0
-    changed = np.asarray(after) != before
-    assert changed[:, 0, 0].all()
-    assert changed.sum() == 2
+def test_a_chain_hands_on_what_is_owed_and_neither_grows_nor_shrinks():
+    shape, ranks = (4, 64), mesh(tp=4)
+    timed = benchmark.TimedSum(CASES[2], ranks, shape, length=5)
+    x = benchmark.draw_message(ranks, shape, "float16", 5)
+    residual, y = timed._chain(x, timed._residual)
+    assert np.any(np.asarray(residual.send, np.float32))
+    # The first sum of four is twice as large as a value, the others are alike.
+    assert np.std(np.asarray(y, np.float32)) == pytest.approx(2, rel=0.2)
+    timed = benchmark.TimedSum(CASES[2], ranks, shape, length=5)
+    assert timed(x) > 0
     assert np.any(np.asarray(timed._residual.send, np.float32))
 
 
