@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import os
 import pathlib
 import sys
 import time
@@ -12,13 +11,13 @@ from typing import Annotated, Literal
 
 import jax
 import tyro
-from jax.sharding import AxisType
 from rich import progress
 from rich.console import Console
-from rich.table import Table
 
+from echo_jax.cli_bench import Bench, bench
 from echo_jax.collectives import explain
 from echo_jax.config import EchoConfig
+from echo_jax.devices import Device, tensor_mesh, use_cpu_devices
 from echo_jax.models.generation import (
     GenerationConfig,
     bucket,
@@ -27,15 +26,12 @@ from echo_jax.models.generation import (
     generate,
 )
 from echo_jax.models.loading import LoadedModel, load
-from echo_jax.models.timing import time_to_first_token
 from echo_jax.models.tokenizer import TextStream, TextTokenizer, load_tokenizer
 from echo_jax.plan import DepthPlan
 from echo_jax.records import RecordWriter
 from echo_jax.training.config import TrainConfig, Variant
 from echo_jax.training.loop import Comparison, compare, prepare
 from echo_jax.training.report import plot_curves, summary_table
-
-Device = Literal["cpu", "default"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -96,33 +92,6 @@ class Generate:
     config: tyro.conf.OmitArgPrefixes[EchoConfig] = EchoConfig()
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Bench:
-    """Measure a model on the mesh that is there.
-
-    ttft: time to the first token of a prompt, with exact all-reduces and with echo's,
-    compilation left out.
-    """
-
-    what: tyro.conf.Positional[Literal["ttft"]]
-    """What to measure."""
-    model: pathlib.Path
-    """Folder with config.json and safetensors, or a GGUF file."""
-    tensor_ranks: int | None = None
-    """Ranks that split every layer; default all devices, or 1 with --device cpu."""
-    device: Device = "default"
-    """cpu simulates as many devices as there are ranks; default takes JAX's own."""
-    dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Of parameters and computation; default the checkpoint's."""
-    length: int = 512
-    """Tokens of a prompt."""
-    batch: int = 1
-    """Prompts at once."""
-    repeats: int = 5
-    """Timed runs of each plan."""
-    config: tyro.conf.OmitArgPrefixes[EchoConfig] = EchoConfig()
-
-
 Command = (
     Annotated[Train, tyro.conf.subcommand("train")]
     | Annotated[Generate, tyro.conf.subcommand("generate")]
@@ -153,7 +122,7 @@ def _run(arguments: list[str] | None) -> int:
         elif isinstance(command, Generate):
             finish = _prepare_generation(command)
         elif isinstance(command, Bench):
-            finish = _bench(command)
+            finish = bench(command, _loading_bar)
         else:
             finish = _prepare_training(command)
     except (ValueError, OSError) as error:
@@ -221,7 +190,7 @@ def _prepare_generation(command: Generate) -> Callable[[], int]:
         seed=command.seed,
     )
     tokenizer = load_tokenizer(command.model)
-    mesh = _tensor_mesh(command)
+    mesh = tensor_mesh(command.tensor_ranks, command.device)
     if command.compilation_cache is not None:
         use_compilation_cache(command.compilation_cache)
     console = Console(stderr=True)
@@ -261,49 +230,6 @@ def _generate(
     return 0
 
 
-def _bench(command: Bench) -> Callable[[], int]:
-    """Measures; what is returned prints the table."""
-    mesh, console = _tensor_mesh(command), Console(stderr=True)
-    with _loading_bar(console) as advance:
-        model = load(command.model, mesh, dtype=command.dtype, progress=advance)
-    device = jax.devices()[0].device_kind
-    table = Table(
-        "all-reduces",
-        "median, ms",
-        "fastest to slowest",
-        "bytes a token and rank",
-        title=f"First token of {command.batch} x {command.length} on {model.ranks} "
-        f"ranks ({device})",
-    )
-    tokens = command.batch * bucket(command.length)
-    for name, plan in (
-        ("exact", DepthPlan.uniform(command.config.exact())),
-        ("echo, 8 bits at the ends", DepthPlan.edges(command.config)),
-        ("echo", DepthPlan.uniform(command.config)),
-    ):
-        times = time_to_first_token(
-            model,
-            plan,
-            length=command.length,
-            batch=command.batch,
-            repeats=command.repeats,
-        )
-        low, high = 1e3 * times.fastest, 1e3 * times.slowest
-        sent = bytes_per_token(model, plan, tokens=tokens)
-        table.add_row(
-            name,
-            f"{1e3 * times.median:.1f}",
-            f"{low:.1f} to {high:.1f}",
-            f"{sent:,.0f}",
-        )
-
-    def finish() -> int:
-        Console().print(table)
-        return 0
-
-    return finish
-
-
 def _stream(model, tokenizer, prompt: str, ids, config, plan) -> list[list[int]]:
     """Generates from one prompt and shows the text as it grows."""
     stream = TextStream(tokenizer)
@@ -326,27 +252,6 @@ def _plan(command: Generate) -> DepthPlan:
     return DepthPlan.edges(command.config)
 
 
-def _tensor_mesh(command: Generate | Bench):
-    """A mesh of one tensor axis over the devices that the command asks for."""
-    ranks = command.tensor_ranks
-    if ranks is not None and ranks < 1:
-        raise ValueError(f"tensor_ranks={ranks} must be at least 1.")
-    if command.device == "cpu":
-        ranks = ranks or 1
-        use_cpu_devices(ranks)
-    found = jax.device_count()
-    ranks = ranks or found
-    if ranks > found:
-        raise ValueError(
-            f"tensor_ranks={ranks} needs as many devices, {found} are here: use fewer, "
-            "or --device cpu, which simulates them."
-        )
-    devices = jax.devices()[:ranks]
-    return jax.make_mesh(
-        (ranks,), ("tensor",), axis_types=(AxisType.Auto,), devices=devices
-    )
-
-
 def use_compilation_cache(folder: pathlib.Path) -> None:
     """Keeps every compiled program in a folder, for this process and later ones."""
     jax.config.update("jax_compilation_cache_dir", str(folder))
@@ -366,25 +271,6 @@ def _loading_bar(console: Console):
     with progress.Progress(*columns, console=console) as bar:
         task = bar.add_task("loading")
         yield lambda done, total: bar.update(task, completed=done, total=total)
-
-
-def use_cpu_devices(count: int) -> None:
-    """Makes the CPU look like ``count`` devices. Before any computation.
-
-    Raises:
-      ValueError: if JAX has been set up with fewer.
-    """
-    # With fewer threads than devices the ranks' rendezvous can dead-lock.
-    os.environ.setdefault("NPROC", str(max(16, 2 * count)))
-    jax.config.update("jax_platforms", "cpu")
-    try:
-        jax.config.update("jax_num_cpu_devices", count)
-    except RuntimeError as error:
-        if jax.device_count() < count:
-            raise ValueError(
-                f"{count} CPU devices are needed, JAX is already set up with "
-                f"{jax.device_count()}: start a fresh process."
-            ) from error
 
 
 @contextlib.contextmanager

@@ -20,7 +20,11 @@ ORDER = (
     "models",
     "records",
     "training",
+    "benchmark",
+    "benchmark_model",
     "cost_model",
+    "devices",
+    "cli_bench",
     "cli",
 )
 

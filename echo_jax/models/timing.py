@@ -2,6 +2,7 @@
 
 import statistics
 import time
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -12,12 +13,17 @@ from echo_jax.models.loading import LoadedModel
 from echo_jax.plan import DepthPlan
 
 
-class FirstTokenTimes(NamedTuple):
-    """Seconds from the call to the token, of repeated runs."""
+class Times(NamedTuple):
+    """Seconds of one call, of repeated measurements."""
 
     median: float
     fastest: float
     slowest: float
+
+    @classmethod
+    def of(cls, seconds: Sequence[float]) -> "Times":
+        """Of single measurements."""
+        return cls(statistics.median(seconds), min(seconds), max(seconds))
 
 
 def time_to_first_token(
@@ -27,7 +33,7 @@ def time_to_first_token(
     length: int = 512,
     batch: int = 1,
     repeats: int = 5,
-) -> FirstTokenTimes:
+) -> Times:
     """Times prefill and choice of the first token, compilation left out.
 
     Args:
@@ -53,5 +59,4 @@ def time_to_first_token(
         start = time.perf_counter()
         generate(model, prompts, config=config, plan=plan)
         seconds.append(time.perf_counter() - start)
-    timed = seconds[1:]
-    return FirstTokenTimes(statistics.median(timed), min(timed), max(timed))
+    return Times.of(seconds[1:])

@@ -1,0 +1,222 @@
+"""The commands of ``echo-jax bench``: what takes how long on the mesh that is there."""
+
+import dataclasses
+import pathlib
+from collections.abc import Callable
+from typing import Annotated, Literal
+
+import jax
+import tyro
+from jax.sharding import Mesh
+from rich.console import Console
+from rich.table import Table
+
+from echo_jax import benchmark
+from echo_jax.benchmark import Case
+from echo_jax.config import EchoConfig
+from echo_jax.devices import Cluster, Device, tensor_mesh
+from echo_jax.models.generation import bucket, bytes_per_token
+from echo_jax.models.loading import load
+from echo_jax.models.timing import Times, time_to_first_token
+from echo_jax.plan import DepthPlan
+from echo_jax.records import RecordWriter
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BenchFirstToken:
+    """Time to the first token of a prompt, with exact all-reduces and with echo's.
+
+    Compilation is left out.
+    """
+
+    model: pathlib.Path
+    """Folder with config.json and safetensors, or a GGUF file."""
+    tensor_ranks: int | None = None
+    """Ranks that split every layer; default all devices, or 1 with --device cpu."""
+    device: Device = "default"
+    """cpu simulates as many devices as there are ranks; default takes JAX's own."""
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Of parameters and computation; default the checkpoint's."""
+    length: int = 512
+    """Tokens of a prompt."""
+    batch: int = 1
+    """Prompts at once."""
+    repeats: int = 5
+    """Timed runs of each plan."""
+    config: tyro.conf.OmitArgPrefixes[EchoConfig] = EchoConfig()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BenchAllReduce:
+    """Time of one all-reduce over sizes: lax.psum against echo, whole and in pieces.
+
+    Correctness is checked first. Then the cases take turns; a time is that of a chain
+    of dependent sums, divided by its length.
+    """
+
+    sizes: tuple[int, ...] = tuple(1 << n for n in range(14, 27, 2))
+    """Bytes of a rank's message; default 16 KiB to 64 MiB."""
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Of the message; default bfloat16, on the CPU, which widens that, float16."""
+    chunks: tuple[int, ...] = (1, 4)
+    """Numbers of pieces (num_chunks) to try."""
+    chain: int = 4
+    """Dependent sums that are timed together."""
+    repeats: int = 5
+    """Timed rounds."""
+    tensor_ranks: int | None = None
+    """Ranks that sum; default all devices, or 1 with --device cpu."""
+    device: Device = "default"
+    """cpu simulates as many devices as there are ranks; default takes JAX's own."""
+    cluster: tyro.conf.OmitArgPrefixes[Cluster] = Cluster()
+    config: tyro.conf.OmitArgPrefixes[EchoConfig] = EchoConfig()
+    out: pathlib.Path | None = None
+    """File that JSON lines are appended to."""
+
+    def __post_init__(self):
+        if not self.sizes or min(self.sizes) < 4:
+            raise ValueError(f"sizes={self.sizes} must hold bytes, 4 or more each.")
+        if min(self.chunks, default=0) < 1:
+            raise ValueError(f"chunks={self.chunks} must hold numbers of at least 1.")
+        if min(self.chain, self.repeats) < 1:
+            raise ValueError(
+                f"chain={self.chain} and repeats={self.repeats} must be at least 1."
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Bench:
+    """Measure on the mesh that is there."""
+
+    what: tyro.conf.OmitArgPrefixes[
+        Annotated[BenchFirstToken, tyro.conf.subcommand("ttft", prefix_name=False)]
+        | Annotated[
+            BenchAllReduce, tyro.conf.subcommand("allreduce", prefix_name=False)
+        ]
+    ]
+
+
+def bench(command: Bench, loading_bar: Callable) -> Callable[[], int]:
+    """Checks what can be wrong; what is returned does the rest, and the exit code."""
+    if isinstance(command.what, BenchAllReduce):
+        return _bench_all_reduce(command.what)
+    return _bench_first_token(command.what, loading_bar)
+
+
+def _bench_first_token(
+    command: BenchFirstToken, loading_bar: Callable
+) -> Callable[[], int]:
+    """Measures; what is returned prints the table."""
+    mesh = tensor_mesh(command.tensor_ranks, command.device)
+    with loading_bar(Console(stderr=True)) as advance:
+        model = load(command.model, mesh, dtype=command.dtype, progress=advance)
+    device = jax.devices()[0].device_kind
+    table = Table(
+        "all-reduces",
+        "median, ms",
+        "fastest to slowest",
+        "bytes a token and rank",
+        title=f"First token of {command.batch} x {command.length} on {model.ranks} "
+        f"ranks ({device})",
+    )
+    tokens = command.batch * bucket(command.length)
+    for name, plan in (
+        ("exact", DepthPlan.uniform(command.config.exact())),
+        ("echo, 8 bits at the ends", DepthPlan.edges(command.config)),
+        ("echo", DepthPlan.uniform(command.config)),
+    ):
+        times = time_to_first_token(
+            model,
+            plan,
+            length=command.length,
+            batch=command.batch,
+            repeats=command.repeats,
+        )
+        sent = bytes_per_token(model, plan, tokens=tokens)
+        table.add_row(name, *_cells(times), f"{sent:,.0f}")
+
+    def finish() -> int:
+        Console().print(table)
+        return 0
+
+    return finish
+
+
+def _bench_all_reduce(command: BenchAllReduce) -> Callable[[], int]:
+    """Lays out the mesh; what is returned checks the sums and times them."""
+    mesh = tensor_mesh(command.tensor_ranks, command.device, command.cluster)
+    on_cpu = jax.devices()[0].platform == "cpu"
+    dtype = command.dtype or ("float16" if on_cpu else "bfloat16")
+
+    def finish() -> int:
+        cases = _cases(command, dtype)
+        benchmark.check_cases(cases, mesh)
+        table = Table(
+            *("message", "case", "path", "median, ms", "from, to", "against psum"),
+            title=f"All-reduce of {dtype} over {mesh.size} ranks "
+            f"({jax.process_count()} x {jax.local_device_count()} "
+            f"{jax.devices()[0].device_kind}), sums right on all of them",
+        )
+        for size in command.sizes:
+            _time_size(command, cases, mesh, size, table)
+        if jax.process_index() == 0:
+            Console().print(table)
+        return 0
+
+    return finish
+
+
+def _cases(command: BenchAllReduce, dtype: str) -> list[Case]:
+    """The exact sum first: it is the baseline of the others."""
+    return [
+        Case(name=f"psum {dtype}", dtype=dtype),
+        *(
+            Case(
+                name=f"echo, {chunks} pieces" if chunks > 1 else "echo",
+                config=dataclasses.replace(command.config, num_chunks=chunks),
+                dtype=dtype,
+            )
+            for chunks in dict.fromkeys(command.chunks)
+        ),
+    ]
+
+
+def _time_size(
+    command: BenchAllReduce, cases: list[Case], mesh: Mesh, size: int, table: Table
+) -> None:
+    """Every case at one size: rows of the table and, if asked for, JSON lines."""
+    itemsize = jax.numpy.dtype(cases[0].dtype).itemsize
+    shape = benchmark.message_shape(size // itemsize)
+    times = benchmark.time_cases(
+        cases, mesh, shape, length=command.chain, repetitions=command.repeats
+    )
+    baseline = (cases[0].name, times[cases[0].name])
+    table.add_section()
+    for case in cases:
+        said = benchmark.describe(case, shape, mesh.size)
+        ratio = baseline[1].median / times[case.name].median
+        table.add_row(
+            f"{said['message_bytes']:,} B",
+            case.name,
+            str(said["path"]),
+            *_cells(times[case.name]),
+            f"{ratio:.2f}x",
+        )
+        if command.out is None or jax.process_index():
+            continue
+        config = {
+            "ranks": mesh.size,
+            "processes": jax.process_count(),
+            "chain": command.chain,
+            **said,
+        }
+        for record in benchmark.sum_records(
+            "bench_allreduce", config, times[case.name], baseline
+        ):
+            RecordWriter(command.out).write(record)
+
+
+def _cells(times: Times) -> tuple[str, str]:
+    """Median and range in milliseconds."""
+    low, high = 1e3 * times.fastest, 1e3 * times.slowest
+    return f"{1e3 * times.median:.3g}", f"{low:.3g} to {high:.3g}"
