@@ -14,6 +14,7 @@ from echo_jax.layers.norm import RMSNorm as RMSNorm
 from echo_jax.layers.partitioning import join_ranks as join_ranks
 from echo_jax.layers.partitioning import merge_module as merge_module
 from echo_jax.layers.partitioning import shardings as shardings
+from echo_jax.layers.partitioning import simulate_ranks as simulate_ranks
 from echo_jax.layers.partitioning import split_module as split_module
 from echo_jax.layers.partitioning import split_ranks as split_ranks
 from echo_jax.layers.rope import RopeScaling as RopeScaling

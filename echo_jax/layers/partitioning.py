@@ -5,6 +5,8 @@ global shapes; inside ``jax.shard_map`` the same module holds one rank's part, a
 computes with whatever shapes it finds.
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -82,6 +84,33 @@ def split_ranks(params: Params, specs: Specs, axis_name: str, ranks: int):
         specs,
     )
     return cut_params, in_axes
+
+
+def simulate_ranks(
+    function: Callable, *, ranks: int, axis_name: str, in_specs, out_specs
+) -> Callable:
+    """``jax.shard_map`` with the ranks simulated on one device, by ``vmap``.
+
+    Args:
+      function: of one rank's parts.
+      ranks: size of the axis.
+      axis_name: the axis to simulate.
+      in_specs: of each argument, as for ``shard_map``; a spec stands for a whole tree.
+      out_specs: of the results; what is not cut is the same on all ranks, and the
+        first rank's is taken.
+
+    Returns:
+      A function of global arrays.
+    """
+    every_rank = functools.partial(jax.vmap, axis_name=axis_name, axis_size=ranks)
+
+    def simulated(*args):
+        specs = jax.tree.broadcast(in_specs, args)
+        parts, in_axes = split_ranks(args, specs, axis_name, ranks)
+        out = every_rank(function, in_axes=in_axes)(*parts)
+        return join_ranks(out, jax.tree.broadcast(out_specs, out), axis_name)
+
+    return simulated
 
 
 def join_ranks(params: Params, specs: Specs, axis_name: str) -> Params:

@@ -16,7 +16,13 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from echo_jax.layers.partitioning import Params, Specs, merge_module, split_module
+from echo_jax.layers.partitioning import (
+    Params,
+    Specs,
+    merge_module,
+    simulate_ranks,
+    split_module,
+)
 from echo_jax.models.checkpoint import Checkpoint, config_dict, read_config
 from echo_jax.models.config import DecoderConfig
 from echo_jax.models.decoder import Decoder
@@ -47,6 +53,7 @@ class LoadedModel:
     mesh: Mesh
     axis_name: str = "tensor"
     path: pathlib.Path | None = None  # where it came from
+    simulated: int | None = None  # ranks that one device plays; the mesh has one then
     # Compiled functions by what they were made for; filled as they are needed.
     programs: dict[Any, Callable] = dataclasses.field(default_factory=dict, repr=False)
 
@@ -58,7 +65,7 @@ class LoadedModel:
     @property
     def ranks(self) -> int:
         """Size of the tensor-parallel axis."""
-        return self.mesh.shape[self.axis_name]
+        return self.simulated or self.mesh.shape[self.axis_name]
 
     def on_ranks(self, function: Callable, in_specs, out_specs) -> Callable:
         """``(params, *args)`` around ``function(decoder, *args)`` of one rank."""
@@ -66,12 +73,11 @@ class LoadedModel:
         def local(params, *args):
             return function(merge_module(self.graphdef, params), *args)
 
-        return jax.shard_map(
-            local,
-            mesh=self.mesh,
-            in_specs=(self.specs, *in_specs),
-            out_specs=out_specs,
-        )
+        specs = {"in_specs": (self.specs, *in_specs), "out_specs": out_specs}
+        if self.simulated is not None:
+            ranks, axis_name = self.simulated, self.axis_name
+            return simulate_ranks(local, ranks=ranks, axis_name=axis_name, **specs)
+        return jax.shard_map(local, mesh=self.mesh, **specs)
 
     def logits(
         self, tokens: Int[Array | np.ndarray, "batch length"], *, plan: DepthPlan
@@ -99,6 +105,7 @@ def load(
     *,
     axis_name: str = "tensor",
     dtype: str | None = None,
+    simulate: int | None = None,
     progress: Progress | None = None,
 ) -> LoadedModel:
     """Reads a Llama or Qwen3 checkpoint onto a tensor-parallel mesh.
@@ -119,6 +126,8 @@ def load(
       axis_name: the tensor-parallel axis.
       dtype: of parameters and computation; None for the checkpoint's own (bfloat16 for
         a quantized GGUF file).
+      simulate: ranks that one device plays by ``vmap``, to measure what quality costs
+        where there are no more; the mesh's axis must have size 1.
       progress: called with the bytes read and the bytes in all.
 
     Returns:
@@ -139,10 +148,16 @@ def load(
             f"axis_name={axis_name!r} is no axis of the mesh, which has "
             f"{tuple(mesh.shape)}: name one of them."
         )
+    if simulate is not None and mesh.shape[axis_name] != 1:
+        raise ValueError(
+            f"simulate={simulate} is for one device, axis {axis_name!r} has "
+            f"{mesh.shape[axis_name]}: use a mesh of one, or leave simulate out."
+        )
     source, checkpoint = _open(path)
     checkpoint = _with_dtype(checkpoint, dtype)
     _check_tensors(source, checkpoint.decoder, path)
-    placement = fit_to_ranks(checkpoint.decoder, mesh.shape[axis_name])
+    ranks = mesh.shape[axis_name] if simulate is None else simulate
+    placement = fit_to_ranks(checkpoint.decoder, ranks)
     graphdef, shapes, specs = _abstract(placement.padded, axis_name)
     params = _read_params(source, placement, shapes, specs, mesh, progress)
     return LoadedModel(
@@ -154,6 +169,7 @@ def load(
         mesh=mesh,
         axis_name=axis_name,
         path=path,
+        simulated=simulate,
     )
 
 

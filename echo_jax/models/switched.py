@@ -1,0 +1,125 @@
+"""A decoder's pass with the configuration of each all-reduce as an argument.
+
+One program then serves every plan over the same few configurations: what compares many
+plans compiles once, and their results differ by the sums alone.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+import jax
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Int
+
+from echo_jax.collectives import echo_psum, exact
+from echo_jax.config import EchoConfig
+from echo_jax.models.decoder import Decoder
+from echo_jax.plan import DepthPlan
+from echo_jax.residual import Residual, init_residual
+from echo_jax.typing import AnyFloat
+
+Configs = tuple[EchoConfig, ...]
+
+
+def plan_configs(plan: DepthPlan, num_calls: int) -> list[EchoConfig]:
+    """One configuration a sum of the forward pass, the embedding's first.
+
+    With ``min_bytes=0``: what a plan does must not depend on the size of a batch.
+    """
+    plan = plan.bind(num_calls)
+    return [dataclasses.replace(call, min_bytes=0) for call in (plan.vocab, *plan)]
+
+
+def distinct_configs(plans: Iterable[DepthPlan], num_calls: int) -> Configs:
+    """Every configuration that occurs in these plans, each once."""
+    found = (call for plan in plans for call in plan_configs(plan, num_calls))
+    return tuple(dict.fromkeys(found))
+
+
+def choices(
+    plan: DepthPlan, configs: Configs, num_calls: int
+) -> Int[np.ndarray, "sums"]:
+    """A plan as positions in a list of configurations."""
+    calls = plan_configs(plan, num_calls)
+    return np.array([configs.index(call) for call in calls], np.int32)
+
+
+def run_by_choice(
+    decoder: Decoder,
+    tokens: Int[Array, "batch length"],
+    chosen: Int[Array, "sums"],
+    *,
+    configs: Configs,
+) -> AnyFloat:
+    """The stream ``(batch, length, width)`` behind the last layer, for ``read_out``.
+
+    Call inside ``shard_map`` or ``vmap(axis_name=...)``. No gradients.
+
+    Args:
+      decoder: one rank's.
+      tokens: token ids.
+      chosen: for each sum its place in ``configs``: the embedding's, then two a layer.
+      configs: what to choose from; those with feedback share one residual.
+
+    Raises:
+      ValueError: if two with feedback differ in block size, rotation or residual.
+    """
+    axis = decoder.axis_name
+    graphdef, params = nnx.split(decoder.layers)
+    partial = decoder.embed(tokens)
+    residual = init_residual(partial, axis, config=_owing(configs))
+
+    def choose(choice, residual, call):
+        """``call(residual, config)`` for the chosen configuration."""
+
+        def branch(config):
+            def run(residual):
+                if config.feedback:
+                    return call(residual, config)
+                return call(None, config)[0], residual
+
+            return run
+
+        return jax.lax.switch(choice, [branch(config) for config in configs], residual)
+
+    def layer(carry, xs):
+        (stream, residual), (params, chosen) = carry, xs
+        module = nnx.merge(graphdef, params)
+        blocks = (
+            (module.attention_norm, module.attention),
+            (module.mlp_norm, module.mlp),
+        )
+        for (norm, block), choice in zip(blocks, chosen, strict=True):
+            x = norm(exact.pvary(stream, axis))
+
+            def call(residual, config, x=x, block=block):
+                return block(x, residual, config=config)
+
+            y, residual = choose(choice, residual, call)
+            stream = stream + y
+        return (stream, residual), None
+
+    def start(residual, config):
+        return echo_psum(partial, residual, axis, config=config)
+
+    carry = choose(chosen[0], residual, start)
+    (stream, _), _ = jax.lax.scan(layer, carry, (params, chosen[1:].reshape(-1, 2)))
+    return stream
+
+
+def _owing(configs: Sequence[EchoConfig]) -> EchoConfig:
+    """What to make the residual with: of those that may owe, which must agree."""
+    owing = [call for call in configs if call.feedback and not call.is_exact]
+    if not owing:
+        return dataclasses.replace(configs[0], feedback=False)
+    kinds = {
+        (call.format.block_size, call.format.rotate, call.residual_dtype)
+        for call in owing
+    }
+    if len(kinds) > 1:
+        raise ValueError(
+            "plans with feedback that are compared by one program share a residual, so "
+            f"block_size, rotate and residual_dtype must agree; got {sorted(kinds)}."
+        )
+    return owing[0]
