@@ -18,6 +18,7 @@ ORDER = (
     "plan",
     "layers",
     "models",
+    "evaluation",
     "records",
     "training",
     "benchmark",

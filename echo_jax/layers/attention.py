@@ -77,10 +77,11 @@ class Attention(nnx.Module):
         self, x: AnyFloat, residual: Residual | None, *, config: EchoConfig
     ) -> tuple[AnyFloat, Residual | None]:
         """``(batch, length, width)`` to the same shape, summed over ranks."""
-        query, key, value = self._project(x, jnp.arange(x.shape[1]))
-        mixed = jax.nn.dot_product_attention(query, key, value, is_causal=True)
-        mixed = mixed.reshape(*mixed.shape[:2], -1)
-        return self.out(mixed, residual, config=config)
+        return self.out(self._mix(x), residual, config=config)
+
+    def partial(self, x: AnyFloat) -> AnyFloat:
+        """What this rank adds to the sum of ``__call__``."""
+        return self.out.partial(self._mix(x))
 
     def extend(
         self,
@@ -111,6 +112,12 @@ class Attention(nnx.Module):
         mixed = mixed.reshape(*mixed.shape[:2], -1)
         y, residual = self.out(mixed, residual, config=config)
         return y, residual, cache
+
+    def _mix(self, x: AnyFloat) -> AnyFloat:
+        """The outputs of this rank's heads, side by side."""
+        query, key, value = self._project(x, jnp.arange(x.shape[1]))
+        mixed = jax.nn.dot_product_attention(query, key, value, is_causal=True)
+        return mixed.reshape(*mixed.shape[:2], -1)
 
     def _project(
         self, x: AnyFloat, positions: Int[Array, "*batch length"]

@@ -116,8 +116,12 @@ class RowParallelDense(nnx.Module):
         self, x: AnyFloat, residual: Residual | None, *, config: EchoConfig
     ) -> tuple[AnyFloat, Residual | None]:
         """This rank's ``(..., in_features / N)`` to ``(..., out_features)``, summed."""
-        partial = x.astype(self.dtype) @ self.kernel[...].astype(self.dtype)
+        partial = self.partial(x)
         y, residual = echo_psum(partial, residual, self.axis_name, config=config)
         if self.bias is not None:
             y = y + self.bias[...].astype(self.dtype)
         return y, residual
+
+    def partial(self, x: AnyFloat) -> AnyFloat:
+        """What this rank adds to the sum; the bias comes after it."""
+        return x.astype(self.dtype) @ self.kernel[...].astype(self.dtype)

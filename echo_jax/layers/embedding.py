@@ -65,12 +65,13 @@ class VocabParallelEmbed(nnx.Module):
         known = (tokens >= 0) & (tokens < self.num_embeddings)
         return jnp.where(known[..., None], rows, jnp.nan)
 
-    def attend(self, x: AnyFloat) -> Float[Array, "... local_vocab"]:
+    def attend(self, x: AnyFloat, out_dtype=None) -> Float[Array, "... local_vocab"]:
         """This rank's logits from the table itself, for tied embeddings."""
         table = self.embedding[...].astype(self.dtype)
-        return mask_padding(
-            x.astype(self.dtype) @ table.T, self.num_embeddings, self.axis_name
+        logits = jnp.matmul(
+            x.astype(self.dtype), table.T, preferred_element_type=out_dtype
         )
+        return mask_padding(logits, self.num_embeddings, self.axis_name)
 
 
 class VocabParallelReadout(nnx.Module):
@@ -106,9 +107,12 @@ class VocabParallelReadout(nnx.Module):
         self.num_embeddings = num_embeddings
         self.axis_name, self.dtype = axis_name, dtype
 
-    def __call__(self, x: AnyFloat) -> Float[Array, "... local_vocab"]:
+    def __call__(self, x: AnyFloat, out_dtype=None) -> Float[Array, "... local_vocab"]:
         """This rank's logits ``(..., vocab / N)`` from the normed stream."""
-        logits = x.astype(self.dtype) @ self.kernel[...].astype(self.dtype)
+        kernel = self.kernel[...].astype(self.dtype)
+        logits = jnp.matmul(
+            x.astype(self.dtype), kernel, preferred_element_type=out_dtype
+        )
         return mask_padding(logits, self.num_embeddings, self.axis_name)
 
 

@@ -51,5 +51,11 @@ class SwiGLU(nnx.Module):
         self, x: AnyFloat, residual: Residual | None, *, config: EchoConfig
     ) -> tuple[AnyFloat, Residual | None]:
         """``(..., width)`` to the same shape, summed over ranks."""
-        hidden = jax.nn.silu(self.gate(x)) * self.up(x)
-        return self.down(hidden, residual, config=config)
+        return self.down(self._hidden(x), residual, config=config)
+
+    def partial(self, x: AnyFloat) -> AnyFloat:
+        """What this rank adds to the sum of ``__call__``."""
+        return self.down.partial(self._hidden(x))
+
+    def _hidden(self, x: AnyFloat) -> AnyFloat:
+        return jax.nn.silu(self.gate(x)) * self.up(x)

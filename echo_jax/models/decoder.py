@@ -250,10 +250,17 @@ class Decoder(nnx.Module):
         residual = init_residual(partial, self.axis_name, config=owing)
         return echo_psum(partial, residual, self.axis_name, config=plan.vocab)
 
-    def read_out(self, x: AnyFloat) -> AnyFloat:
-        """This rank's logits from the stream behind the last layer."""
+    def read_out(self, x: AnyFloat, out_dtype=None) -> AnyFloat:
+        """This rank's logits from the stream behind the last layer.
+
+        Args:
+          x: the stream, typed as varying (``exact.pvary``).
+          out_dtype: of the logits; None for the model's. bfloat16 gives neighbours the
+            same logit, float32 tells them apart.
+        """
         x = self.final_norm(x)
-        return self.embed.attend(x) if self.readout is None else self.readout(x)
+        read = self.embed.attend if self.readout is None else self.readout
+        return read(x, out_dtype)
 
     def _extend_layers(self, stream, residual, cache: KVCache, plan: DepthPlan):
         """As ``_run_layers``, the cache carried along and updated in place."""

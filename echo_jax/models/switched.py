@@ -70,18 +70,19 @@ def run_by_choice(
     partial = decoder.embed(tokens)
     residual = init_residual(partial, axis, config=_owing(configs))
 
-    def choose(choice, residual, call):
-        """``call(residual, config)`` for the chosen configuration."""
+    def choose(choice, partial, residual):
+        """``echo_psum`` by the chosen configuration."""
 
         def branch(config):
-            def run(residual):
-                if config.feedback:
-                    return call(residual, config)
-                return call(None, config)[0], residual
+            def run(partial, residual):
+                own = residual if config.feedback else None
+                y, owed = echo_psum(partial, own, axis, config=config)
+                return y, owed if config.feedback else residual
 
             return run
 
-        return jax.lax.switch(choice, [branch(config) for config in configs], residual)
+        branches = [branch(config) for config in configs]
+        return jax.lax.switch(choice, branches, partial, residual)
 
     def layer(carry, xs):
         (stream, residual), (params, chosen) = carry, xs
@@ -91,19 +92,12 @@ def run_by_choice(
             (module.mlp_norm, module.mlp),
         )
         for (norm, block), choice in zip(blocks, chosen, strict=True):
-            x = norm(exact.pvary(stream, axis))
-
-            def call(residual, config, x=x, block=block):
-                return block(x, residual, config=config)
-
-            y, residual = choose(choice, residual, call)
+            partial = block.partial(norm(exact.pvary(stream, axis)))
+            y, residual = choose(choice, partial, residual)
             stream = stream + y
         return (stream, residual), None
 
-    def start(residual, config):
-        return echo_psum(partial, residual, axis, config=config)
-
-    carry = choose(chosen[0], residual, start)
+    carry = choose(chosen[0], partial, residual)
     (stream, _), _ = jax.lax.scan(layer, carry, (params, chosen[1:].reshape(-1, 2)))
     return stream
 
