@@ -8,7 +8,10 @@ from echo_jax.evaluation.encoding import encode_items as encode_items
 from echo_jax.evaluation.encoding import encode_request as encode_request
 from echo_jax.evaluation.encoding import first_token as first_token
 from echo_jax.evaluation.prose import Prose as Prose
-from echo_jax.evaluation.prose import ProseQuality as ProseQuality
+from echo_jax.evaluation.questions import Questions as Questions
+from echo_jax.evaluation.questions import load_questions as load_questions
+from echo_jax.evaluation.questions import save_questions as save_questions
+from echo_jax.evaluation.saved import SavedScores as SavedScores
 from echo_jax.evaluation.scoring import Request as Request
 from echo_jax.evaluation.scoring import Scorer as Scorer
 from echo_jax.evaluation.scoring import Scores as Scores

@@ -40,9 +40,7 @@ def encode_items(
     return [
         encode_request(tokenizer, context, continuation, first=first)
         for item in items
-        for context, continuation in zip(
-            item.contexts, item.continuations, strict=True
-        )
+        for context, continuation in zip(item.contexts, item.continuations, strict=True)
     ]
 
 

@@ -189,19 +189,12 @@ class Scorer:
             tokens = jax.ShapeDtypeStruct(shape, jnp.int32)
             sums = jax.ShapeDtypeStruct((self.model.config.num_calls + 1,), jnp.int32)
             run = functools.partial(run_by_choice, configs=self.configs)
-            stream_of = self.model.on_ranks(run, (whole, whole), whole)
-            stream_of = jax.jit(stream_of).lower(params, tokens, sums).compile()
-            stream = jax.tree.leaves(
-                jax.eval_shape(
-                    self.model.on_ranks(run, (whole, whole), whole),
-                    params,
-                    tokens,
-                    sums,
-                )
-            )[0]
-            score_of = self.model.on_ranks(_score, (whole, whole), (whole, whole))
-            score_of = jax.jit(score_of).lower(params, stream, tokens).compile()
-            self._compiled[length] = stream_of, score_of
+            lowered = jax.jit(self.model.on_ranks(run, (whole, whole), whole)).lower(
+                params, tokens, sums
+            )
+            score = jax.jit(self.model.on_ranks(_score, (whole, whole), (whole, whole)))
+            scored = score.lower(params, lowered.out_info, tokens)
+            self._compiled[length] = lowered.compile(), scored.compile()
         return self._compiled[length]
 
 

@@ -44,15 +44,18 @@ class Item(NamedTuple):
     continuations: tuple[str, ...]  # with their leading blanks
     gold: int  # the right one
 
+    @property
+    def characters(self) -> tuple[int, ...]:
+        """Length of each continuation without blanks around it, at least 1."""
+        return tuple(max(1, len(text.strip())) for text in self.continuations)
+
 
 def _requests(name: str) -> str:
     return f"{name}/requests.jsonl.gz"
 
 
 SETS = {
-    "hellaswag": BenchmarkSet(
-        file=_requests("hellaswag/rc_0shot"), metric="acc_norm"
-    ),
+    "hellaswag": BenchmarkSet(file=_requests("hellaswag/rc_0shot"), metric="acc_norm"),
     "piqa": BenchmarkSet(file=_requests("piqa/rc_0shot"), metric="acc_norm"),
     "arc_easy": BenchmarkSet(file=_requests("arc_easy/rc_0shot")),
     "sciq": BenchmarkSet(file=_requests("sciq/rc_0shot")),
@@ -109,19 +112,28 @@ def read_items(
 
 
 def grade(
-    item: Item,
-    log_likelihoods: Sequence[float],
-    is_greedy: Sequence[bool],
     metric: Metric,
+    log_likelihoods: Sequence[float] | np.ndarray,
+    is_greedy: Sequence[bool] | np.ndarray,
+    *,
+    gold: int,
+    characters: Sequence[int] | np.ndarray,
 ) -> dict[str, float]:
-    """What an answer scores: 1 or 0 by each metric that the set has."""
+    """What one question scores, 1 or 0: by accuracy, and by accuracy a character.
+
+    Args:
+      metric: of the set.
+      log_likelihoods: of each choice.
+      is_greedy: of each choice.
+      gold: the right one.
+      characters: length of each choice.
+    """
     if metric == "greedy":
-        return {"acc": float(is_greedy[item.gold])}
+        return {"acc": float(is_greedy[gold])}
     scores = np.asarray(log_likelihoods, np.float64)
-    lengths = [max(1, len(text.strip())) for text in item.continuations]
     return {
-        "acc": float(np.argmax(scores) == item.gold),
-        "acc_norm": float(np.argmax(scores / lengths) == item.gold),
+        "acc": float(np.argmax(scores) == gold),
+        "acc_norm": float(np.argmax(scores / np.asarray(characters)) == gold),
     }
 
 

@@ -173,6 +173,18 @@ def load(
     )
 
 
+def read_checkpoint(path: str | os.PathLike) -> Checkpoint:
+    """What a checkpoint says of itself; no weights are read.
+
+    Args:
+      path: as for :func:`load`.
+
+    Raises:
+      ValueError: if it is no checkpoint, or one of another architecture.
+    """
+    return _open(pathlib.Path(path))[1]
+
+
 def save(
     path: str | os.PathLike, model: LoadedModel, *, max_shard_bytes: int = 5 << 30
 ) -> None:

@@ -5,6 +5,7 @@ plans compiles once, and their results differ by the sums alone.
 """
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Sequence
 
 import jax
@@ -16,7 +17,7 @@ from echo_jax.collectives import echo_psum, exact
 from echo_jax.config import EchoConfig
 from echo_jax.models.decoder import Decoder
 from echo_jax.plan import DepthPlan
-from echo_jax.residual import Residual, init_residual
+from echo_jax.residual import init_residual
 from echo_jax.typing import AnyFloat
 
 Configs = tuple[EchoConfig, ...]
@@ -27,8 +28,17 @@ def plan_configs(plan: DepthPlan, num_calls: int) -> list[EchoConfig]:
 
     With ``min_bytes=0``: what a plan does must not depend on the size of a batch.
     """
-    plan = plan.bind(num_calls)
-    return [dataclasses.replace(call, min_bytes=0) for call in (plan.vocab, *plan)]
+    plan = unconditional(plan, num_calls)
+    return [plan.vocab, *plan]
+
+
+def unconditional(plan: DepthPlan, num_calls: int) -> DepthPlan:
+    """The plan without a size below which its calls are exact."""
+    always = functools.partial(dataclasses.replace, min_bytes=0)
+    calls = tuple(always(call) for call in plan.bind(num_calls))
+    return dataclasses.replace(
+        plan, head=calls, body=always(plan.body), tail=(), num_calls=num_calls
+    )
 
 
 def distinct_configs(plans: Iterable[DepthPlan], num_calls: int) -> Configs:
@@ -40,8 +50,18 @@ def distinct_configs(plans: Iterable[DepthPlan], num_calls: int) -> Configs:
 def choices(
     plan: DepthPlan, configs: Configs, num_calls: int
 ) -> Int[np.ndarray, "sums"]:
-    """A plan as positions in a list of configurations."""
+    """A plan as positions in a list of configurations.
+
+    Raises:
+      ValueError: if one of its configurations is not in the list.
+    """
     calls = plan_configs(plan, num_calls)
+    strange = [call for call in calls if call not in configs]
+    if strange:
+        raise ValueError(
+            f"the program was made without {strange[0]}: name every plan that will be "
+            "run when it is made."
+        )
     return np.array([configs.index(call) for call in calls], np.int32)
 
 

@@ -1,0 +1,370 @@
+"""What do 4-bit sums cost a real model, on ten benchmarks and on prose?
+
+Scores SmolLM2-135M (or any checkpoint) under several plans on whole sets, with the
+tensor-parallel ranks simulated on one device, and takes differences question by
+question. ``benchmark_questions.py`` makes the file of questions. What was scored is
+kept in --scores; a run that was cut goes on from there.
+
+    python experiments/benchmark_parity.py --model MODEL    # minutes on an H200
+    python experiments/benchmark_parity.py --tiny           # a minute on a CPU, for CI
+"""
+
+import dataclasses
+import pathlib
+import tempfile
+import time
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+import tyro
+from benchmark_questions import tiny_questions
+from jax.sharding import AxisType
+
+import echo_jax as echo
+from echo_jax import evaluation, models
+from echo_jax.config import Backend
+from echo_jax.evaluation.sets import SETS, SEVEN
+from echo_jax.models.generation import bytes_per_token
+from echo_jax.models.switched import unconditional
+from echo_jax.records import Record, RecordWriter
+
+ROOT = pathlib.Path(__file__).parent
+RESULTS = ROOT / "results" / "benchmark_parity.jsonl"
+TINY_MODEL = ROOT.parent / "tests" / "models" / "fixtures" / "llama_linear"
+
+# Buckets of length; few, since each is compiled.
+LENGTHS = (16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 640, 1344)
+EXACT = echo.DepthPlan.uniform(echo.EchoConfig(feedback=False).exact())
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What is scored."""
+
+    model: pathlib.Path | None = None  # GGUF file, or folder with safetensors
+    questions: pathlib.Path = pathlib.Path("questions.npz")  # benchmark_questions.py's
+    scores: pathlib.Path = pathlib.Path("scores.npz")  # of every request so far
+    variants: tuple[str, ...] = ()  # all, if none is named
+    tasks: tuple[str, ...] = tuple(SETS)
+    limit: int | None = None  # questions of each set, evenly spaced
+    ranks: int = 3  # simulated; heads are padded where they do not divide
+    dtype: str = "bfloat16"  # of parameters, computation and partial sums
+    backend: Backend = "xla"  # of the codec; needs nothing but JAX
+    batch_tokens: int = 32_768  # padding included
+    windows: int = 128  # of prose
+    window: int = 512  # tokens that are predicted in each
+    calibration: int = 16  # windows that the sensitivity plan is made on
+    prose_batch: int = 16  # windows at a time
+    out: pathlib.Path = RESULTS
+    tiny: bool = False  # a random model, made-up questions
+
+
+def config_of(settings: Settings, bits: int = 4, **kinds) -> echo.EchoConfig:
+    """Block 64; rotated, with feedback, unless said otherwise."""
+    fmt = echo.WireFormat(bits=bits, rotate=kinds.pop("rotate", True))
+    return echo.EchoConfig(format=fmt, min_bytes=0, backend=settings.backend, **kinds)
+
+
+def make_plans(
+    settings: Settings, model: models.LoadedModel, calibration: np.ndarray
+) -> dict[str, echo.DepthPlan]:
+    """Every variant's plan; what shows most comes first."""
+    uniform = echo.DepthPlan.uniform
+    four = config_of(settings)
+    effects = models.measure_sensitivity(model, calibration, config=four)
+    plain = config_of(settings, rotate=False, feedback=False)
+    plans = {
+        "exact": EXACT,
+        "edges": echo.DepthPlan.edges(four),
+        "sensitivity": echo.DepthPlan.from_sensitivity(effects, four, bits=4.5),
+        "uniform": uniform(four),
+        "plain": uniform(plain),
+        "8-bit": uniform(config_of(settings, 8)),
+        "3-bit": uniform(config_of(settings, 3)),
+    }
+    plans = {name: plan.bind(model.config.num_calls) for name, plan in plans.items()}
+    print("sensitivity plan:", [call.format.bits for call in plans["sensitivity"]])
+    if not settings.variants:
+        return plans
+    return {name: plans[name] for name in dict.fromkeys(("exact", *settings.variants))}
+
+
+def describe(
+    settings: Settings, model: models.LoadedModel, name: str, plan: echo.DepthPlan
+) -> dict:
+    """The part of a record's ``config`` that says what was sent."""
+    body = plan.body
+    return {
+        "plan": name,
+        "bits": body.format.bits if name != "exact" else 16,
+        "bits_per_value": plan.average_bits,
+        "feedback": body.feedback and name != "exact",
+        "rotate": body.format.rotate and name != "exact",
+        "block_size": body.format.block_size,
+        "ranks": model.ranks,
+        "dtype": settings.dtype,
+        "model": settings.model.stem if settings.model else "random",
+        "limit": settings.limit,
+    }
+
+
+def score_all(
+    settings: Settings,
+    model: models.LoadedModel,
+    plans: dict[str, echo.DepthPlan],
+    sets: Sequence[evaluation.Questions],
+    saved: evaluation.SavedScores,
+) -> None:
+    """Scores what is not saved yet: the seven sets under every plan, then the rest."""
+    scorer = evaluation.Scorer(
+        model,
+        list(plans.values()),
+        batch_tokens=settings.batch_tokens,
+        lengths=LENGTHS,
+    )
+    phases = [
+        [questions for questions in sets if (questions.name in SEVEN) == first]
+        for first in (True, False)
+    ]
+    for phase in phases:
+        for variant, plan in plans.items():
+            missing = [q for q in phase if saved.get(variant, q) is None]
+            requests = [request for q in missing for request in q.requests]
+            if not requests:
+                continue
+            start = time.perf_counter()
+            scorer.compile(requests)
+            compiled = time.perf_counter()
+            scores = scorer.score(requests, plan, progress=report_progress(variant))
+            end = time.perf_counter()
+            place = 0
+            for questions in missing:
+                part = slice(place, place + len(questions.requests))
+                saved.put(
+                    variant,
+                    questions.name,
+                    evaluation.Scores(*(s[part] for s in scores)),
+                )
+                place = part.stop
+            saved.write()
+            tokens = sum(len(r.context) + len(r.continuation) for r in requests)
+            print(
+                f"{variant}: {len(requests)} requests, {tokens} tokens in "
+                f"{end - compiled:.1f} s, compiled in {compiled - start:.1f} s",
+                flush=True,
+            )
+
+
+def report_progress(variant: str):
+    """Prints a line every ten seconds."""
+    last = [time.perf_counter()]
+
+    def report(done: int, total: int) -> None:
+        if time.perf_counter() - last[0] > 10:
+            last[0] = time.perf_counter()
+            print(f"{variant}: {done} of {total}", flush=True)
+
+    return report
+
+
+def write_accuracies(
+    settings: Settings,
+    sets: Sequence[evaluation.Questions],
+    saved: evaluation.SavedScores,
+    configs: dict[str, dict],
+    writer: RecordWriter,
+) -> None:
+    """Accuracy of every set, its difference to exact, and the mean over seven sets."""
+    right = {
+        (variant, questions.name): questions.grade(scores)
+        for variant in configs
+        for questions in sets
+        if (scores := saved.get(variant, questions)) is not None
+    }
+    by_name = {questions.name: questions for questions in sets}
+    for variant, config in configs.items():
+        differences = {}
+        for name, questions in by_name.items():
+            grades = right.get((variant, name), {})
+            wanted = right.get(("exact", name), {})
+            for metric, values in grades.items():
+                cell = {**config, "task": name, "metric": metric}
+                cell["main_metric"] = metric == main_metric(questions)
+                cell["questions"] = len(questions)
+                mean, error = evaluation.mean_of(100 * values)
+                write(writer, "task_accuracy", mean, "%", cell, error)
+                if variant == "exact" or metric not in wanted:
+                    continue
+                found = evaluation.paired_difference(100 * values, 100 * wanted[metric])
+                if cell["main_metric"]:
+                    differences[name] = found
+                write(
+                    writer, "task_diff_points", found.mean, "points", cell, found.error
+                )
+        write_mean(writer, config, right, by_name, differences)
+
+
+def write_mean(writer, config: dict, right, by_name, differences) -> None:
+    """The mean over the seven sets, if all were scored."""
+    variant = config["plan"]
+    if any((variant, name) not in right for name in SEVEN):
+        return
+    own = [
+        evaluation.mean_of(100 * right[variant, name][main_metric(by_name[name])])
+        for name in SEVEN
+    ]
+    mean, error = evaluation.average(own)
+    write(writer, "mean7_accuracy", mean, "%", config, error)
+    line = f"{variant:12} {config['bits_per_value']:5.2f} bits  mean of 7 {mean:.2f}"
+    if variant != "exact":
+        mean, error = evaluation.average([differences[name] for name in SEVEN])
+        write(writer, "mean7_diff_points", mean, "points", config, error)
+        line += f"  difference {mean:+.2f} +- {error:.2f}"
+        line += "  lambada {:+.2f} +- {:.2f}".format(*differences["lambada"])
+    print(line, flush=True)
+
+
+def main_metric(questions: evaluation.Questions) -> str:
+    """The metric that counts in a mean."""
+    return "acc" if questions.metric == "greedy" else questions.metric
+
+
+def write(writer, metric: str, value, unit: str, config: dict, error=None) -> None:
+    baseline = "exact" if metric.endswith(("diff_points", "kl", "percent")) else None
+    if error is not None and not np.isfinite(error):
+        error = None
+    writer.write(
+        Record(
+            experiment="benchmark_parity",
+            metric=metric,
+            value=float(value),
+            unit=unit,
+            spread=error,
+            baseline=baseline,
+            config=config,
+        )
+    )
+
+
+def write_prose(
+    settings: Settings,
+    prose: evaluation.Prose,
+    plans: dict[str, echo.DepthPlan],
+    configs: dict[str, dict],
+    writer: RecordWriter,
+) -> None:
+    """Divergence, perplexity and agreement of every plan; errors over windows."""
+    exact = prose.measure(plans["exact"])
+    for variant, plan in plans.items():
+        found = prose.measure(plan)
+        config = {**configs[variant], "text": "prose"}
+        config["tokens"] = settings.windows * settings.window
+        loss, _ = evaluation.mean_of(found.loss)
+        kl, error = evaluation.mean_of(found.divergence)
+        gap = evaluation.mean_of(
+            100 * (found.loss / exact.loss.mean() - exact.loss / exact.loss.mean())
+        )
+        write(writer, "perplexity", np.exp(loss), "1", config)
+        write(writer, "logit_kl", kl, "nats", config, error)
+        write(writer, "loss_gap_percent", gap.mean, "%", config, gap.error)
+        write(writer, "top1_agreement", found.agreement.mean(), "1", config)
+        print(
+            f"{variant:12} {config['bits_per_value']:5.2f} bits  KL {kl:.4f} +- "
+            f"{error:.4f}  loss {gap.mean:+.2f} %  agreement "
+            f"{found.agreement.mean():.3f}",
+            flush=True,
+        )
+
+
+def shrink(settings: Settings, folder: str) -> Settings:
+    return dataclasses.replace(
+        settings,
+        model=TINY_MODEL,
+        scores=pathlib.Path(folder, "scores.npz"),
+        dtype="float32",
+        ranks=2,
+        batch_tokens=64,
+        windows=2,
+        window=16,
+        calibration=1,
+        prose_batch=1,
+        variants=("edges", "plain"),
+    )
+
+
+def cut_windows(settings: Settings, tokens: np.ndarray):
+    """Calibration windows from the start of a text, test windows from the rest."""
+    length = settings.window + 1
+    wanted = settings.calibration + settings.windows
+    found = len(tokens) // length
+    if found < wanted:
+        raise SystemExit(f"the prose has {found} windows, {wanted} are needed")
+    # From all of it: a text's parts differ.
+    starts = np.linspace(0, len(tokens) - length, wanted).astype(int)
+    windows = np.stack([tokens[start : start + length] for start in starts])
+    every = max(1, wanted // settings.calibration)
+    calibrating = np.arange(wanted) % every == 0
+    calibrating[np.flatnonzero(calibrating)[settings.calibration :]] = False
+    return windows[calibrating], windows[~calibrating]
+
+
+def load_model(settings: Settings) -> models.LoadedModel:
+    mesh = jax.make_mesh(
+        (1,), ("tensor",), axis_types=(AxisType.Auto,), devices=jax.devices()[:1]
+    )
+    return models.load(
+        settings.model, mesh, dtype=settings.dtype, simulate=settings.ranks
+    )
+
+
+def run(settings: Settings) -> None:
+    if settings.model is None:
+        raise SystemExit("give --model: a GGUF file or a folder, or --tiny")
+    start = time.perf_counter()
+    model = load_model(settings)
+    if settings.tiny:
+        sets, tokens = tiny_questions(model.config.vocab_size)
+    else:
+        sets, extra = evaluation.load_questions(settings.questions)
+        tokens = extra["prose"]
+    sets = [questions for questions in sets if questions.name in settings.tasks]
+    if settings.limit is not None:
+        sets = [questions.limited(settings.limit) for questions in sets]
+    calibration, windows = cut_windows(settings, tokens)
+    plans = make_plans(settings, model, calibration[:, :-1])
+    configs = {
+        name: describe(settings, model, name, plan) for name, plan in plans.items()
+    }
+    print(f"loaded and calibrated in {time.perf_counter() - start:.1f} s", flush=True)
+    writer, saved = RecordWriter(settings.out), evaluation.SavedScores(settings.scores)
+    for name, plan in plans.items():
+        always = unconditional(plan, len(plan))
+        sent = bytes_per_token(model, always, tokens=settings.batch_tokens)
+        configs[name]["bytes_per_token"] = sent
+        write(writer, "bytes_per_token", sent, "bytes", configs[name])
+    prose = evaluation.Prose(
+        model,
+        windows,
+        exact_plan=EXACT,
+        plans=list(plans.values()),
+        batch=settings.prose_batch,
+    )
+    write_prose(settings, prose, plans, configs, writer)
+    del prose
+    score_all(settings, model, plans, sets, saved)
+    write_accuracies(settings, sets, saved, configs, writer)
+    print(f"done in {time.perf_counter() - start:.1f} s", flush=True)
+
+
+def main() -> None:
+    settings = tyro.cli(Settings, description=__doc__)
+    if settings.tiny:
+        with tempfile.TemporaryDirectory() as folder:
+            run(shrink(settings, folder))
+    else:
+        run(settings)
+
+
+if __name__ == "__main__":
+    main()
