@@ -105,7 +105,6 @@ def describe(
         "ranks": model.ranks,
         "dtype": settings.dtype,
         "model": settings.model.stem if settings.model else "random",
-        "limit": settings.limit,
     }
 
 
@@ -341,7 +340,7 @@ def run(settings: Settings) -> None:
     for name, plan in plans.items():
         always = unconditional(plan, len(plan))
         sent = bytes_per_token(model, always, tokens=settings.batch_tokens)
-        configs[name]["bytes_per_token"] = sent
+        configs[name] |= {"bytes_per_token": sent, "limit": settings.limit}
         write(writer, "bytes_per_token", sent, "bytes", configs[name])
     prose = evaluation.Prose(
         model,

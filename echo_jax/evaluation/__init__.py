@@ -15,6 +15,7 @@ from echo_jax.evaluation.saved import SavedScores as SavedScores
 from echo_jax.evaluation.scoring import Request as Request
 from echo_jax.evaluation.scoring import Scorer as Scorer
 from echo_jax.evaluation.scoring import Scores as Scores
+from echo_jax.evaluation.search import refine_plan as refine_plan
 from echo_jax.evaluation.sets import Item as Item
 from echo_jax.evaluation.sets import grade as grade
 from echo_jax.evaluation.sets import read_items as read_items
