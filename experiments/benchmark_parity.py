@@ -46,10 +46,12 @@ class Settings:
     questions: pathlib.Path = pathlib.Path("questions.npz")  # benchmark_questions.py's
     scores: pathlib.Path = pathlib.Path("scores.npz")  # of every request so far
     variants: tuple[str, ...] = ()  # all, if none is named
+    plans: tuple[pathlib.Path, ...] = ()  # JSON, each one more variant
     tasks: tuple[str, ...] = tuple(SETS)
     limit: int | None = None  # questions of each set, evenly spaced
     ranks: int = 3  # simulated; heads are padded where they do not divide
     dtype: str = "bfloat16"  # of parameters, computation and partial sums
+    precision: str = "default"  # of matrix products
     backend: Backend = "xla"  # of the codec; needs nothing but JAX
     batch_tokens: int = 32_768  # padding included
     windows: int = 128  # of prose
@@ -83,6 +85,7 @@ def make_plans(
         "8-bit": uniform(config_of(settings, 8)),
         "3-bit": uniform(config_of(settings, 3)),
     }
+    plans |= {path.stem: echo.DepthPlan.load(path) for path in settings.plans}
     plans = {name: plan.bind(model.config.num_calls) for name, plan in plans.items()}
     print("sensitivity plan:", [call.format.bits for call in plans["sensitivity"]])
     if not settings.variants:
@@ -104,6 +107,7 @@ def describe(
         "block_size": body.format.block_size,
         "ranks": model.ranks,
         "dtype": settings.dtype,
+        "precision": settings.precision,
         "model": settings.model.stem if settings.model else "random",
     }
 
@@ -308,7 +312,9 @@ def cut_windows(settings: Settings, tokens: np.ndarray):
     return windows[calibrating], windows[~calibrating]
 
 
-def load_model(settings: Settings) -> models.LoadedModel:
+def load_model(settings) -> models.LoadedModel:
+    """The model on simulated ranks, and the precision that was asked for."""
+    jax.config.update("jax_default_matmul_precision", settings.precision)
     mesh = jax.make_mesh(
         (1,), ("tensor",), axis_types=(AxisType.Auto,), devices=jax.devices()[:1]
     )

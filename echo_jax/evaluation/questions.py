@@ -60,7 +60,7 @@ class Questions:
                     self.metric,
                     scores.log_likelihoods[part],
                     scores.is_greedy[part],
-                    gold=gold,
+                    gold=int(gold),
                     characters=self.characters[part],
                 )
             )

@@ -39,7 +39,7 @@ class SavedScores:
 
     def put(self, variant: str, name: str, scores: Scores) -> None:
         """Adds the scores of a set; :meth:`write` saves them."""
-        kept = Scores(np.float32(scores.log_likelihoods), scores.is_greedy)
+        kept = Scores(scores.log_likelihoods.astype(np.float32), scores.is_greedy)
         for field, values in kept._asdict().items():
             self._arrays[f"{variant}/{name}/{field}"] = values
 

@@ -20,6 +20,7 @@ from echo_jax.models.switched import choices, distinct_configs, run_by_choice
 from echo_jax.plan import DepthPlan
 from echo_jax.typing import AnyFloat
 
+TokenIds = Sequence[int] | Int[np.ndarray, "length"]
 Progress = Callable[[int, int], None]  # requests done, requests in all
 
 # What requests are padded to; steps of at most a half waste a sixth of the work.
@@ -30,8 +31,8 @@ _IN_FLIGHT = 3  # batches handed to the device before the first is waited for
 class Request(NamedTuple):
     """Token ids of a context, at least one, and of what is to follow it."""
 
-    context: Sequence[int]
-    continuation: Sequence[int]
+    context: TokenIds
+    continuation: TokenIds
 
 
 class Scores(NamedTuple):
@@ -175,7 +176,7 @@ class Scorer:
         inputs = np.zeros((self.rows(length), length), np.int32)
         targets = np.full_like(inputs, -1)
         for row, (context, continuation) in enumerate(requests):
-            tokens = np.array([*context, *continuation], np.int32)[-length - 1 :]
+            tokens = np.concatenate([context, continuation])[-length - 1 :]
             inputs[row, : len(tokens) - 1] = tokens[:-1]
             start = len(tokens) - 1 - len(continuation)
             targets[row, start : len(tokens) - 1] = continuation

@@ -54,7 +54,7 @@ def shardings(specs: Specs, mesh: Mesh) -> Any:
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
 
 
-def split_ranks(params: Params, specs: Specs, axis_name: str, ranks: int):
+def split_ranks(params: Any, specs: Any, axis_name: str, ranks: int):
     """Cuts parameters along a new leading axis, to simulate ranks on one device.
 
     Args:
@@ -113,7 +113,7 @@ def simulate_ranks(
     return simulated
 
 
-def join_ranks(params: Params, specs: Specs, axis_name: str) -> Params:
+def join_ranks(params: Any, specs: Any, axis_name: str) -> Any:
     """Inverse of :func:`split_ranks` for values with a leading axis of ranks each.
 
     What is not cut over the axis is the same on all ranks; the first rank's is taken.

@@ -1,6 +1,6 @@
 """How far one stream's predictions are from another's, logits never gathered."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +14,11 @@ from echo_jax.typing import AnyFloat
 
 
 class Comparison(NamedTuple):
-    """Of each token, or means over the tokens of each sequence."""
+    """Means over the tokens of each sequence, arrays ``(sequences,)``."""
 
-    divergence: Array  # KL of the wanted predictions to the found ones, nats
-    loss: Array  # cross entropy of the text under the found ones, nats
-    agreement: Array  # whether both find the same token likeliest
+    divergence: Any  # KL of the wanted predictions to the found ones, nats
+    loss: Any  # cross entropy of the text under the found ones, nats
+    agreement: Any  # whether both find the same token likeliest
 
 
 def compare_streams(
