@@ -10,6 +10,8 @@ kept in --scores; a run that was cut goes on from there.
 """
 
 import dataclasses
+import hashlib
+import json
 import pathlib
 import tempfile
 import time
@@ -94,7 +96,7 @@ def make_plans(
 
 
 def describe(
-    settings: Settings, model: models.LoadedModel, name: str, plan: echo.DepthPlan
+    settings, model: models.LoadedModel, name: str, plan: echo.DepthPlan
 ) -> dict:
     """The part of a record's ``config`` that says what was sent."""
     body = plan.body
@@ -117,46 +119,56 @@ def score_all(
     model: models.LoadedModel,
     plans: dict[str, echo.DepthPlan],
     sets: Sequence[evaluation.Questions],
-    saved: evaluation.SavedScores,
+    report: "Report",
 ) -> None:
-    """Scores what is not saved yet: the seven sets under every plan, then the rest."""
+    """The seven sets under every plan, then the rest; nothing saved is run again."""
     scorer = evaluation.Scorer(
         model,
         list(plans.values()),
         batch_tokens=settings.batch_tokens,
         lengths=LENGTHS,
     )
-    phases = [
-        [questions for questions in sets if (questions.name in SEVEN) == first]
-        for first in (True, False)
-    ]
-    for phase in phases:
+    saved = evaluation.SavedScores(settings.scores)
+    for seven in (True, False):
+        phase = [questions for questions in sets if (questions.name in SEVEN) == seven]
         for variant, plan in plans.items():
-            missing = [q for q in phase if saved.get(variant, q) is None]
-            requests = [request for q in missing for request in q.requests]
-            if not requests:
-                continue
-            start = time.perf_counter()
-            scorer.compile(requests)
-            compiled = time.perf_counter()
-            scores = scorer.score(requests, plan, progress=report_progress(variant))
-            end = time.perf_counter()
-            place = 0
-            for questions in missing:
-                part = slice(place, place + len(questions.requests))
-                saved.put(
-                    variant,
-                    questions.name,
-                    evaluation.Scores(*(s[part] for s in scores)),
-                )
-                place = part.stop
-            saved.write()
-            tokens = sum(len(r.context) + len(r.continuation) for r in requests)
-            print(
-                f"{variant}: {len(requests)} requests, {tokens} tokens in "
-                f"{end - compiled:.1f} s, compiled in {compiled - start:.1f} s",
-                flush=True,
-            )
+            key = f"{variant}-{report.fingerprint(variant)}"
+            missing = [q for q in phase if saved.get(key, q) is None]
+            if missing:
+                score_sets(scorer, plan, missing, saved, key)
+            for questions in phase:
+                scores = saved.get(key, questions)
+                report.add(variant, questions, questions.grade(scores))
+            if seven:
+                report.write_mean(variant)
+
+
+def score_sets(
+    scorer: evaluation.Scorer,
+    plan: echo.DepthPlan,
+    sets: Sequence[evaluation.Questions],
+    saved: evaluation.SavedScores,
+    key: str,
+) -> None:
+    """Scores sets together, so that few batches are not full, and saves them."""
+    requests = [request for questions in sets for request in questions.requests]
+    start = time.perf_counter()
+    scorer.compile(requests)
+    compiled = time.perf_counter()
+    scores = scorer.score(requests, plan, progress=report_progress(key))
+    end = time.perf_counter()
+    place = 0
+    for questions in sets:
+        part = slice(place, place + len(questions.requests))
+        place = part.stop
+        saved.put(key, questions.name, evaluation.Scores(*(s[part] for s in scores)))
+    saved.write()
+    tokens = sum(len(r.context) + len(r.continuation) for r in requests)
+    print(
+        f"{key}: {len(requests)} requests, {tokens} tokens in {end - compiled:.1f} s, "
+        f"compiled in {compiled - start:.1f} s",
+        flush=True,
+    )
 
 
 def report_progress(variant: str):
@@ -171,61 +183,65 @@ def report_progress(variant: str):
     return report
 
 
-def write_accuracies(
-    settings: Settings,
-    sets: Sequence[evaluation.Questions],
-    saved: evaluation.SavedScores,
-    configs: dict[str, dict],
-    writer: RecordWriter,
-) -> None:
-    """Accuracy of every set, its difference to exact, and the mean over seven sets."""
-    right = {
-        (variant, questions.name): questions.grade(scores)
-        for variant in configs
-        for questions in sets
-        if (scores := saved.get(variant, questions)) is not None
-    }
-    by_name = {questions.name: questions for questions in sets}
-    for variant, config in configs.items():
-        differences = {}
-        for name, questions in by_name.items():
-            grades = right.get((variant, name), {})
-            wanted = right.get(("exact", name), {})
-            for metric, values in grades.items():
-                cell = {**config, "task": name, "metric": metric}
-                cell["main_metric"] = metric == main_metric(questions)
-                cell["questions"] = len(questions)
-                mean, error = evaluation.mean_of(100 * values)
-                write(writer, "task_accuracy", mean, "%", cell, error)
-                if variant == "exact" or metric not in wanted:
-                    continue
-                found = evaluation.paired_difference(100 * values, 100 * wanted[metric])
-                if cell["main_metric"]:
-                    differences[name] = found
-                write(
-                    writer, "task_diff_points", found.mean, "points", cell, found.error
-                )
-        write_mean(writer, config, right, by_name, differences)
+class Report:
+    """Writes every figure as soon as it is known; the exact plan's come first."""
 
+    def __init__(self, writer: RecordWriter, configs: dict[str, dict]):
+        self.configs, self._writer = configs, writer
+        self._right: dict[tuple[str, str], np.ndarray] = {}
 
-def write_mean(writer, config: dict, right, by_name, differences) -> None:
-    """The mean over the seven sets, if all were scored."""
-    variant = config["plan"]
-    if any((variant, name) not in right for name in SEVEN):
-        return
-    own = [
-        evaluation.mean_of(100 * right[variant, name][main_metric(by_name[name])])
-        for name in SEVEN
-    ]
-    mean, error = evaluation.average(own)
-    write(writer, "mean7_accuracy", mean, "%", config, error)
-    line = f"{variant:12} {config['bits_per_value']:5.2f} bits  mean of 7 {mean:.2f}"
-    if variant != "exact":
-        mean, error = evaluation.average([differences[name] for name in SEVEN])
-        write(writer, "mean7_diff_points", mean, "points", config, error)
-        line += f"  difference {mean:+.2f} +- {error:.2f}"
-        line += "  lambada {:+.2f} +- {:.2f}".format(*differences["lambada"])
-    print(line, flush=True)
+    def fingerprint(self, variant: str) -> str:
+        """Eight digits that tell scores of other plans, ranks or dtypes apart."""
+        text = json.dumps(self.configs[variant], default=str)
+        return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+    def add(self, variant: str, questions, grades: dict[str, np.ndarray]) -> None:
+        """Accuracies of one set, and their differences to exact, by question."""
+        for metric, values in grades.items():
+            is_main = metric == main_metric(questions)
+            cell = {
+                **self.configs[variant],
+                "task": questions.name,
+                "scored_by": metric,
+                "main": is_main,
+                "questions": len(questions),
+            }
+            self._write("task_accuracy", evaluation.mean_of(100 * values), "%", cell)
+            self._right[variant, questions.name, metric] = 100 * values
+            if is_main:
+                self._right[variant, questions.name] = 100 * values
+            wanted = self._right.get(("exact", questions.name, metric))
+            if variant != "exact" and wanted is not None:
+                found = evaluation.paired_difference(100 * values, wanted)
+                self._write("task_diff_points", found, "points", cell)
+                if is_main:
+                    change = f"{found.mean:+.2f} +- {found.error:.2f}"
+                    print(f"  {variant} {questions.name} {change}")
+
+    def write_mean(self, variant: str) -> None:
+        """The mean over the seven sets, if all were scored."""
+        if any((variant, name) not in self._right for name in SEVEN):
+            return
+        config = self.configs[variant]
+        own = [evaluation.mean_of(self._right[variant, name]) for name in SEVEN]
+        total = evaluation.average(own)
+        self._write("mean7_accuracy", total, "%", config)
+        line = f"{variant}: mean of 7 {total.mean:.2f}"
+        if variant != "exact":
+            differences = evaluation.average(
+                [
+                    evaluation.paired_difference(
+                        self._right[variant, name], self._right["exact", name]
+                    )
+                    for name in SEVEN
+                ]
+            )
+            self._write("mean7_diff_points", differences, "points", config)
+            line += f", difference {differences.mean:+.2f} +- {differences.error:.2f}"
+        print(line, flush=True)
+
+    def _write(self, metric: str, found: evaluation.Estimate, unit: str, config: dict):
+        write(self._writer, metric, found.mean, unit, config, found.error)
 
 
 def main_metric(questions: evaluation.Questions) -> str:
@@ -342,11 +358,12 @@ def run(settings: Settings) -> None:
         name: describe(settings, model, name, plan) for name, plan in plans.items()
     }
     print(f"loaded and calibrated in {time.perf_counter() - start:.1f} s", flush=True)
-    writer, saved = RecordWriter(settings.out), evaluation.SavedScores(settings.scores)
+    writer = RecordWriter(settings.out)
     for name, plan in plans.items():
         always = unconditional(plan, len(plan))
         sent = bytes_per_token(model, always, tokens=settings.batch_tokens)
         configs[name] |= {"bytes_per_token": sent, "limit": settings.limit}
+        configs[name]["calls"] = [0 if c.is_exact else c.format.bits for c in plan]
         write(writer, "bytes_per_token", sent, "bytes", configs[name])
     prose = evaluation.Prose(
         model,
@@ -357,8 +374,7 @@ def run(settings: Settings) -> None:
     )
     write_prose(settings, prose, plans, configs, writer)
     del prose
-    score_all(settings, model, plans, sets, saved)
-    write_accuracies(settings, sets, saved, configs, writer)
+    score_all(settings, model, plans, sets, Report(writer, configs))
     print(f"done in {time.perf_counter() - start:.1f} s", flush=True)
 
 

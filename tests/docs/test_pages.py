@@ -13,7 +13,7 @@ import pytest
 ROOT = pathlib.Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 MODULES = ("echo_jax", "echo_jax.wire", "echo_jax.layers", "echo_jax.models")
-MODULES += ("echo_jax.training",)
+MODULES += ("echo_jax.evaluation", "echo_jax.training")
 # Written where they are re-exported.
 _ELSEWHERE = {"echo_jax.wire": {"ErrorBound", "WireFormat", "error_bound"}}
 
