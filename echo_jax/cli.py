@@ -9,15 +9,20 @@ import time
 from collections.abc import Callable
 from typing import Annotated, Literal
 
-import jax
 import tyro
 from rich import progress
 from rich.console import Console
 
 from echo_jax.cli_bench import Bench, bench
+from echo_jax.cli_evaluate import Evaluate, PlanName, chosen_plan, prepare_evaluation
 from echo_jax.collectives import explain
 from echo_jax.config import EchoConfig
-from echo_jax.devices import Device, tensor_mesh, use_cpu_devices
+from echo_jax.devices import (
+    Device,
+    tensor_mesh,
+    use_compilation_cache,
+    use_cpu_devices,
+)
 from echo_jax.models.generation import (
     GenerationConfig,
     bucket,
@@ -77,8 +82,10 @@ class Generate:
     """cpu simulates as many devices as there are ranks; default takes JAX's own."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Of parameters and computation; default the checkpoint's."""
-    plan: Literal["edges", "uniform", "exact"] = "edges"
+    plan: PlanName = "edges"
     """Which all-reduces travel in few bits: all but the ends, all, none."""
+    plan_file: pathlib.Path | None = None
+    """Plan as DepthPlan.save writes it, instead."""
     max_new_tokens: int = 64
     """Tokens that are added to each prompt at most."""
     temperature: float = 0.0
@@ -95,6 +102,7 @@ class Generate:
 Command = (
     Annotated[Train, tyro.conf.subcommand("train")]
     | Annotated[Generate, tyro.conf.subcommand("generate")]
+    | Annotated[Evaluate, tyro.conf.subcommand("evaluate")]
     | Annotated[Bench, tyro.conf.subcommand("bench")]
     | Annotated[Explain, tyro.conf.subcommand("explain")]
 )
@@ -121,6 +129,8 @@ def _run(arguments: list[str] | None) -> int:
             finish = _explain(command)
         elif isinstance(command, Generate):
             finish = _prepare_generation(command)
+        elif isinstance(command, Evaluate):
+            finish = prepare_evaluation(command, _loading_bar)
         elif isinstance(command, Bench):
             finish = bench(command, _loading_bar)
         else:
@@ -198,17 +208,21 @@ def _prepare_generation(command: Generate) -> Callable[[], int]:
         model = load(command.model, mesh, dtype=command.dtype, progress=advance)
     prompts = [tokenizer.encode(prompt) for prompt in command.prompts]
     prompts = check_prompts(model, prompts, config)
-    return functools.partial(_generate, command, model, tokenizer, prompts, config)
+    plan = chosen_plan(command, model)
+    return functools.partial(
+        _generate, command, model, plan, tokenizer, prompts, config
+    )
 
 
 def _generate(
     command: Generate,
     model: LoadedModel,
+    plan: DepthPlan,
     tokenizer: TextTokenizer,
     prompts: list[list[int]],
     config: GenerationConfig,
 ) -> int:
-    plan, start = _plan(command), time.perf_counter()
+    start = time.perf_counter()
     if len(prompts) == 1:
         texts = _stream(model, tokenizer, command.prompts[0], prompts, config, plan)
     else:
@@ -242,21 +256,6 @@ def _stream(model, tokenizer, prompt: str, ids, config, plan) -> list[list[int]]
     texts = generate(model, ids, config=config, plan=plan, on_tokens=show)
     print(stream.rest(), flush=True)
     return texts
-
-
-def _plan(command: Generate) -> DepthPlan:
-    if command.plan == "exact":
-        return DepthPlan.uniform(command.config.exact())
-    if command.plan == "uniform":
-        return DepthPlan.uniform(command.config)
-    return DepthPlan.edges(command.config)
-
-
-def use_compilation_cache(folder: pathlib.Path) -> None:
-    """Keeps every compiled program in a folder, for this process and later ones."""
-    jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 
 
 @contextlib.contextmanager

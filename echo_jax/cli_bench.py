@@ -19,7 +19,7 @@ from echo_jax.models.generation import bucket, bytes_per_token
 from echo_jax.models.loading import load
 from echo_jax.models.timing import Times, time_to_first_token
 from echo_jax.plan import DepthPlan
-from echo_jax.records import RecordWriter
+from echo_jax.records import Record, RecordWriter
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,6 +43,8 @@ class BenchFirstToken:
     """Prompts at once."""
     repeats: int = 5
     """Timed runs of each plan."""
+    out: pathlib.Path | None = None
+    """File that JSON lines are appended to."""
     config: tyro.conf.OmitArgPrefixes[EchoConfig] = EchoConfig()
 
 
@@ -134,6 +136,26 @@ def _bench_first_token(
         )
         sent = bytes_per_token(model, plan, tokens=tokens)
         table.add_row(name, *_cells(times), f"{sent:,.0f}")
+        if command.out is not None:
+            config = {
+                "plan": name,
+                "ranks": model.ranks,
+                "model": command.model.name,
+                "dtype": model.config.dtype,
+                "length": command.length,
+                "batch": command.batch,
+                "repeats": command.repeats,
+                "bytes_per_token": sent,
+            }
+            record = Record(
+                experiment="bench_ttft",
+                metric="ttft_ms",
+                value=1e3 * times.median,
+                unit="ms",
+                spread=1e3 * (times.slowest - times.fastest),
+                config=config,
+            )
+            RecordWriter(command.out).write(record)
 
     def finish() -> int:
         Console().print(table)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import pathlib
 from typing import Literal
 
 import jax
@@ -118,3 +119,10 @@ def use_cpu_devices(count: int) -> None:
                 f"{count} CPU devices are needed, JAX is already set up with "
                 f"{jax.device_count()}: start a fresh process."
             ) from error
+
+
+def use_compilation_cache(folder: pathlib.Path) -> None:
+    """Keeps every compiled program in a folder, for this process and later ones."""
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)

@@ -20,12 +20,14 @@ ORDER = (
     "models",
     "evaluation",
     "records",
+    "evaluation",
     "training",
     "benchmark",
     "benchmark_model",
     "cost_model",
     "devices",
     "cli_bench",
+    "cli_evaluate",
     "cli",
 )
 

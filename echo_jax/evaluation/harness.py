@@ -253,31 +253,42 @@ class LocalTask(Task):
         return dict.fromkeys(("acc", "acc_norm"), True)
 
 
-def evaluate_local(
-    lm: EchoLM,
-    names: Sequence[str],
-    folder: str | os.PathLike,
-    *,
-    limit: int | None = None,
-) -> dict[str, dict[str, float]]:
-    """Runs local sets through the harness.
+def local_tasks(
+    names: Sequence[str], folder: str | os.PathLike, *, limit: int | None = None
+) -> dict[str, LocalTask]:
+    """Sets from files as tasks of the harness.
 
     Args:
-      lm: the model under its plan.
       names: keys of :data:`echo_jax.evaluation.sets.SETS`.
       folder: as for :func:`echo_jax.evaluation.read_items`.
       limit: questions of each set at most, evenly spaced.
+
+    Raises:
+      ValueError: for a set that is not known or not there, or none at all.
+    """
+    if not names:
+        raise ValueError(f"no sets: name some of {', '.join(SETS)}.")
+    return {
+        name: LocalTask(name, read_items(name, folder, limit=limit)) for name in names
+    }
+
+
+def evaluate_tasks(
+    lm: EchoLM, tasks: dict[str, LocalTask]
+) -> dict[str, dict[str, float]]:
+    """Runs tasks through the harness.
+
+    Args:
+      lm: the model under its plan.
+      tasks: from :func:`local_tasks`.
 
     Returns:
       By set: ``acc`` and ``acc_norm`` with their standard errors ``acc_stderr`` and
       ``acc_norm_stderr``, the number of ``questions``, and ``bytes_per_token``.
 
-    Raises:
-      ValueError: for a set that is not known or not there.
+    Example:
+        >>> rows = evaluate_tasks(lm, local_tasks(["piqa", "sciq"], "data"))
     """
-    tasks = {
-        name: LocalTask(name, read_items(name, folder, limit=limit)) for name in names
-    }
     # Errors of means need no bootstrap, but two questions.
     errors = min(len(task.items) for task in tasks.values()) > 1
     found = evaluate(lm, tasks, log_samples=False, bootstrap_iters=int(errors))

@@ -14,7 +14,8 @@ from lm_eval.api.instance import Instance  # noqa: E402
 from echo_jax.evaluation.harness import (  # noqa: E402
     EchoLM,
     LocalTask,
-    evaluate_local,
+    evaluate_tasks,
+    local_tasks,
 )
 
 PLAN = echo.DepthPlan.edges(echo.EchoConfig(), first=1, last=0)
@@ -41,7 +42,7 @@ def ask(kind: str, *arguments) -> Instance:
 
 
 def test_the_harness_and_the_scorer_agree(lm, tokenizer, folder):
-    rows = evaluate_local(lm, NAMES, folder)
+    rows = evaluate_tasks(lm, local_tasks(NAMES, folder))
     scorer = Scorer(loaded("qwen3", 2), [PLAN], batch_tokens=64)
     for name in NAMES:
         items = read_items(name, folder)
@@ -62,11 +63,12 @@ def test_the_harness_and_the_scorer_agree(lm, tokenizer, folder):
 
 
 def test_every_row_carries_the_bytes_that_were_sent(lm, folder):
-    rows = evaluate_local(lm, ["arc_easy"], folder, limit=1)
+    rows = evaluate_tasks(lm, local_tasks(["arc_easy"], folder, limit=1))
     row = rows["arc_easy"]
     assert row["questions"] == 1
-    # The embedding's sum and layer 0 in 8 bits, layer 1 in 4; width 64 in two blocks
-    # of 32 on each of two ranks would be padded: one block of 64 a token is.
+    # Five sums of 64 values: three in 8 bits and a scale a block, two in 4, by each of
+    # the two exchanges to the one other rank, half of the values in each.
+    assert row["bytes_per_token"] == 3 * 66 + 2 * 34
     exact = EchoLM(
         lm.model, lm.text_tokenizer, echo.DepthPlan.uniform(echo.EchoConfig().exact())
     )
@@ -76,7 +78,7 @@ def test_every_row_carries_the_bytes_that_were_sent(lm, folder):
 def test_simple_evaluate_drives_the_model(lm, folder):
     task = LocalTask("arc_easy", read_items("arc_easy", folder))
     found = lm_eval.simple_evaluate(lm, tasks=[task], bootstrap_iters=0)
-    wanted = evaluate_local(lm, ["arc_easy"], folder)["arc_easy"]["acc"]
+    wanted = evaluate_tasks(lm, {"arc_easy": task})["arc_easy"]["acc"]
     assert found["results"]["arc_easy"]["acc,none"] == wanted
     assert len(found["samples"]["arc_easy"]) == 3
 

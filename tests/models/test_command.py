@@ -5,6 +5,7 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from echo_jax import cli
+from echo_jax.records import read_records
 from tests.models.checkpoints import FIXTURES
 
 QWEN3 = str(FIXTURES / "qwen3")
@@ -51,10 +52,16 @@ def test_generate_finds_its_programs_again(tmp_path):
         compilation_cache.reset_cache()
 
 
-def test_bench_times_the_first_token_of_each_plan(capsys):
+def test_bench_times_the_first_token_of_each_plan(capsys, tmp_path):
     small = str(FIXTURES / "llama_linear")  # needs no tokenizer
+    out = tmp_path / "ttft.jsonl"
     arguments = ["bench", "ttft", "--model", small, "--length", "16", "--repeats", "2"]
-    assert cli.main([*arguments, "--tensor-ranks", "2", "--min-bytes", "0"]) == 0
+    measuring = [*arguments, "--tensor-ranks", "2", "--min-bytes", "0"]
+    assert cli.main([*measuring, "--out", str(out)]) == 0
+    records = read_records(out)
+    assert [record["metric"] for record in records] == ["ttft_ms"] * 3
+    sent = [record["config"]["bytes_per_token"] for record in records]
+    assert sent == [3 * 32 * 4, 3 * 66, 2 * 34 + 66]
     table = capsys.readouterr().out
     assert "First token of 1 x 16 on 2 ranks" in table
     # Three sums of 32 values: in float32; in blocks of 64 in 4 bits and a scale, the
