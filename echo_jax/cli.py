@@ -208,7 +208,7 @@ def _prepare_generation(command: Generate) -> Callable[[], int]:
         model = load(command.model, mesh, dtype=command.dtype, progress=advance)
     prompts = [tokenizer.encode(prompt) for prompt in command.prompts]
     prompts = check_prompts(model, prompts, config)
-    plan = chosen_plan(command, model)
+    plan = chosen_plan(model, command.config, name=command.plan, file=command.plan_file)
     return functools.partial(
         _generate, command, model, plan, tokenizer, prompts, config
     )

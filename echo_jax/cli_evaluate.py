@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import pathlib
 from collections.abc import Callable
-from typing import Literal, Protocol
+from typing import Literal
 
 import tyro
 from rich import progress
@@ -20,19 +20,6 @@ from echo_jax.plan import DepthPlan
 from echo_jax.records import RecordWriter
 
 PlanName = Literal["edges", "uniform", "exact"]
-
-
-class Planned(Protocol):
-    """A command that says which all-reduces travel in few bits."""
-
-    @property
-    def plan(self) -> PlanName: ...  # noqa: D102
-
-    @property
-    def plan_file(self) -> pathlib.Path | None: ...  # noqa: D102
-
-    @property
-    def config(self) -> EchoConfig: ...  # noqa: D102
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,20 +58,26 @@ class Evaluate:
     config: tyro.conf.OmitArgPrefixes[EchoConfig] = EchoConfig()
 
 
-def chosen_plan(command: Planned, model: LoadedModel) -> DepthPlan:
-    """The plan that a command means.
+def chosen_plan(
+    model: LoadedModel,
+    config: EchoConfig,
+    *,
+    name: PlanName,
+    file: pathlib.Path | None,
+) -> DepthPlan:
+    """The plan that a command means: of a file, or by its name.
 
     Raises:
-      ValueError: if its file holds none, or one for another number of ranks or calls.
+      ValueError: if the file holds none, or one for another number of ranks or calls.
     """
-    if command.plan_file is not None:
-        plan = DepthPlan.load(command.plan_file, axis_size=model.ranks)
+    if file is not None:
+        plan = DepthPlan.load(file, axis_size=model.ranks)
         return plan.bind(model.config.num_calls)
-    if command.plan == "exact":
-        return DepthPlan.uniform(command.config.exact())
-    if command.plan == "uniform":
-        return DepthPlan.uniform(command.config)
-    return DepthPlan.edges(command.config)
+    if name == "exact":
+        return DepthPlan.uniform(config.exact())
+    if name == "uniform":
+        return DepthPlan.uniform(config)
+    return DepthPlan.edges(config)
 
 
 def prepare_evaluation(command: Evaluate, loading_bar: Callable) -> Callable[[], int]:
@@ -110,7 +103,7 @@ def prepare_evaluation(command: Evaluate, loading_bar: Callable) -> Callable[[],
             simulate=command.simulate_ranks,
             progress=advance,
         )
-    plan = chosen_plan(command, model)
+    plan = chosen_plan(model, command.config, name=command.plan, file=command.plan_file)
 
     def finish() -> int:
         with _request_bar(console) as advance:

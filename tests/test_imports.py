@@ -18,7 +18,6 @@ ORDER = (
     "plan",
     "layers",
     "models",
-    "evaluation",
     "records",
     "evaluation",
     "training",
