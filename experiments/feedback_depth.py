@@ -2,9 +2,9 @@
 
 Trains decoders of one width and growing depth, each three times from the same
 parameters on the same text: exact sums, 4 bits both ways with feedback, and without.
-Then the exactly trained one reads held-out text with its sums in 4 bits. Tensor-parallel
-ranks are simulated by ``vmap``, the code path of shard_map; layers are scanned, so that
-a deep model compiles no longer than a shallow one.
+Then the exactly trained one reads held-out text with its sums in 4 bits. Ranks of the
+tensor axis are simulated by ``vmap``, the code path of shard_map; layers are scanned,
+so that a deep model compiles no longer than a shallow one.
 
     python experiments/feedback_depth.py            # minutes on an H200
     python experiments/feedback_depth.py --tiny     # under a minute on a CPU
@@ -55,7 +55,7 @@ class Settings:
     bits: int = 4  # of a code
     ranks: int = 8  # simulated
     steps: int = 200  # of each training
-    batch_size: int = 16  # sequences in a step
+    batch_size: int = 8  # sequences in a step
     length: int = 256  # tokens in a sequence
     heldout_batches: int = 8  # on which models are compared
     learning_rate: float = 2e-3
@@ -75,9 +75,10 @@ class Settings:
             heldout_batches=self.heldout_batches,
         )
 
-    def model(self, layers: int) -> DecoderConfig:
-        """The decoder of one depth."""
+    def model(self, layers: int, dtype: str) -> DecoderConfig:
+        """The decoder of one depth, computing in a dtype."""
         return DecoderConfig(
+            dtype=dtype,
             num_layers=layers,
             width=self.width,
             num_heads=8,
@@ -100,21 +101,32 @@ class Settings:
 
 
 class DepthModel:
-    """A decoder of one depth on simulated ranks."""
+    """A decoder of one depth on simulated ranks.
+
+    It trains in bfloat16 and reads in float32, in which divergences are those of the
+    sums alone.
+    """
 
     def __init__(self, settings: Settings, layers: int):
-        self.settings, self.config = settings, settings.model(layers)
-        build = lambda: Decoder(self.config, rngs=nnx.Rngs(settings.seed))  # noqa: E731
-        self.graphdef, _, self.specs = split_module(jax.eval_shape(build))
-        self.first = jax.jit(lambda: split_module(build())[1])()
+        def build(dtype: str) -> Decoder:
+            config = settings.model(layers, dtype)
+            return Decoder(config, rngs=nnx.Rngs(settings.seed))
+
+        def structure(dtype: str):
+            return split_module(jax.eval_shape(lambda: build(dtype)))
+
+        self.settings = settings
+        self.trainer, _, self.specs = structure("bfloat16")
+        self.reader = structure("float32")[0]
+        self.first = jax.jit(lambda: split_module(build("bfloat16"))[1])()
         self.parameters = sum(leaf.size for leaf in jax.tree.leaves(self.first))
 
-    def on_ranks(self, function: Callable, params, *args):
+    def on_ranks(self, graphdef: nnx.GraphDef, function: Callable, params, *args):
         """``function(decoder, *args)`` on every rank, results with a leading axis."""
         cut, in_axes = split_ranks(params, self.specs, AXIS, self.settings.ranks)
 
         def local(params):
-            return function(merge_module(self.graphdef, params), *args)
+            return function(merge_module(graphdef, params), *args)
 
         return jax.vmap(local, in_axes=(in_axes,), axis_name=AXIS)(cut)
 
@@ -153,7 +165,7 @@ class DepthModel:
             value, grads = jax.value_and_grad(loss)(params)
             return value, nnx.to_pure_dict(grads)
 
-        losses, grads = self.on_ranks(one_rank, params, tokens)
+        losses, grads = self.on_ranks(self.trainer, one_rank, params, tokens)
         return losses[0], join_ranks(grads, self.specs, AXIS)
 
     @functools.cached_property
@@ -177,7 +189,7 @@ class DepthModel:
             }
 
         def compare(params, tokens):
-            found = self.on_ranks(one_rank, params, tokens)
+            found = self.on_ranks(self.reader, one_rank, params, tokens)
             return jax.tree.map(lambda leaf: leaf[0], found)
 
         return jax.jit(compare)
