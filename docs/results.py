@@ -253,6 +253,33 @@ def training_table(folder: pathlib.Path) -> str:
     return _table(head, rows)
 
 
+def feedback_depth_table(folder: pathlib.Path) -> str:
+    """What 4-bit sums do to models of growing depth."""
+    records = read(folder, "feedback_depth.jsonl")
+    depths = sorted({r["config"].get("layers", 0) for r in records} - {0})
+    columns = [
+        (metric, sums, variant)
+        for metric, sums in (
+            ("logit_kl", "reading"),
+            ("heldout_gap_percent", "reading"),
+            ("heldout_gap_percent", "training"),
+        )
+        for variant in ("echo", "no-feedback")
+    ]
+    rows = []
+    for depth in depths:
+        cells = [
+            find(records, metric=metric, sums=sums, variant=variant, layers=depth)
+            for metric, sums, variant in columns
+        ]
+        forms = [f"{r['value']:.2g}" if r else "-" for r in cells[:2]]
+        forms += [f"{r['value']:+.2f} %" if r else "-" for r in cells[2:]]
+        rows.append((f"{depth}", *forms))
+    head = ("layers", "KL, feedback", "KL, none", "loss, feedback", "loss, none")
+    head = (*head, "trained, feedback", "trained, none")
+    return _table(head, rows) if rows else NOTHING
+
+
 def kernel_table(folder: pathlib.Path) -> str:
     """Time of each stage at the reference setting: 1 GiB, 8 ranks, 4 bits, block 64."""
     stages = ("send", "reduce", "return", "return_add", "total")
@@ -347,6 +374,7 @@ TABLES: dict[str, Callable[[pathlib.Path], str]] = {
     "outliers": outlier_table,
     "gradient": gradient_table,
     "training": training_table,
+    "feedback-depth": feedback_depth_table,
     "kernels": kernel_table,
     "nvlink": nvlink_table,
     "nvlink-model": model_table,
@@ -375,6 +403,10 @@ SECTIONS = (
      "Against the exact gradient of the same trained decoder, over 8 simulated ranks."),
     ("Training", "train_seeds", "training",
      "A small decoder trained from scratch on the same text in the same order."),
+    ("Harm by depth", "feedback_depth", "feedback-depth",
+     "Decoders of one width. KL divergence of the logits, in nats, and held-out loss "
+     "against exact sums: where an exactly trained model reads with its sums in 4 "
+     "bits, and where it is trained with them both ways."),
     ("Kernels", "bench_kernels", "kernels",
      "Milliseconds on one H200 for 1 GiB of bfloat16, 8 ranks, 4 bits, block 64."),
     ("Training on two backends", "kernel_training", "backends",

@@ -5,10 +5,17 @@ import dataclasses
 import math
 import re
 
+import numpy as np
+
 _COLLECTIVE = re.compile(
     r"= (?P<shape>\(.*?\)|\S+) "
     r"(?P<op>(?:ragged-)?all-to-all|all-gather|all-reduce|reduce-scatter"
     r"|collective-permute|collective-broadcast)(?P<start>-start)?\("
+)
+# Which devices exchange: written out, or as a grid of them, transposed or not.
+_GROUPS = re.compile(
+    r"replica_groups=(?:\{\{(?P<first>[\d,]+)\}"
+    r"|\[(?P<grid>[\d,]+)\]<=\[(?P<shape>[\d,]+)\](?:T\((?P<order>[\d,]+)\))?)"
 )
 _ARRAY = re.compile(r"\b(?P<dtype>[a-z]+\d+\w*|pred)\[(?P<dims>[\d,]*)\]")
 _BYTES = {"8": 1, "16": 2, "32": 4, "64": 8}
@@ -21,6 +28,7 @@ class Collective:
     op: str
     dtype: str
     buffer_bytes: int  # of the results
+    group: tuple[int, ...]  # devices that exchange, the first group of them
 
 
 def collectives(compiled) -> list[Collective]:
@@ -38,8 +46,27 @@ def collectives(compiled) -> list[Collective]:
             dims = [int(dim) for dim in array["dims"].split(",") if dim]
             width = _BYTES[re.sub(r"\D", "", array["dtype"]) or "8"]
             size += math.prod(dims) * width
-        found.append(Collective(match["op"], "+".join(sorted(dtypes)), size))
+        found.append(
+            Collective(match["op"], "+".join(sorted(dtypes)), size, _group(line))
+        )
     return found
+
+
+def _group(line: str) -> tuple[int, ...]:
+    match = _GROUPS.search(line)
+    if match is None:
+        return ()
+    if match["first"]:
+        return _ints(match["first"])
+    shape = _ints(match["shape"])
+    devices = np.arange(math.prod(shape)).reshape(shape)
+    if match["order"]:
+        devices = devices.transpose(_ints(match["order"]))
+    return tuple(int(device) for device in devices.reshape(_ints(match["grid"]))[0])
+
+
+def _ints(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(","))
 
 
 def counts(compiled) -> dict[tuple[str, str], int]:

@@ -4,6 +4,11 @@ from echo_jax.training.config import DataConfig as DataConfig
 from echo_jax.training.config import MeshConfig as MeshConfig
 from echo_jax.training.config import OptimizerConfig as OptimizerConfig
 from echo_jax.training.config import TrainConfig as TrainConfig
+from echo_jax.training.gradient_plan import GradientSyncConfig as GradientSyncConfig
+from echo_jax.training.gradient_state import GradientSyncState as GradientSyncState
+from echo_jax.training.gradient_state import fit_state as fit_state
+from echo_jax.training.gradient_state import residual_rms as residual_rms
+from echo_jax.training.gradient_sync import GradientSync as GradientSync
 from echo_jax.training.loop import Comparison as Comparison
 from echo_jax.training.loop import RunResult as RunResult
 from echo_jax.training.loop import compare as compare
