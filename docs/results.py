@@ -305,6 +305,8 @@ def nvlink_table(folder: pathlib.Path) -> str:
     times: dict[int, float] = {}
     ratios: dict[str, dict[int, float]] = {}
     for record in read(folder, "bench_nvlink.jsonl"):
+        if record["config"].get("xla_flags"):
+            continue
         size, case = (record["config"].get(key) for key in ("message_bytes", "case"))
         if record["metric"] == "allreduce_ms" and case == "psum bf16":
             times[size] = record["value"]
