@@ -18,8 +18,8 @@ training step at the one rate where that share is about 27 %, idle and beside tr
 The baseline is ``lax.psum`` of float16: on a CPU bfloat16 travels as float32. The
 decoder computes in float32; its exact sums are cast to float16 and back, its 4-bit sums
 are not. Baseline and echo run in the same processes and take turns, a different one
-first in each round. "Compute alone" is a rank's share of the decoder without any sum, on
-all ranks at once: what is left of the exact time is communication.
+first in each round. "Compute alone" is a rank's share of the decoder without any sum,
+on all ranks at once: what is left of the exact time is communication.
 
 A cell that the file has already is not measured again: a run can be cut in slices, and
 goes on where it was interrupted.
@@ -40,7 +40,7 @@ from netlab.namespaces import NoNetworkError
 RESULTS = pathlib.Path(__file__).parent / "results" / "bench_network.jsonl"
 MIB = 1 << 20
 F32 = "psum float32"
-PLANS = ["exact", "compute alone", "echo", "echo edges"]  # of a decoder's sums
+PLANS = ["exact", "compute alone", "echo"]  # of a decoder's sums
 
 Part = Literal["allreduce", "background", "calibrate", "ttft", "step"]
 
@@ -64,9 +64,9 @@ class Settings:
     background_sizes: tuple[int, ...] = (MIB, 16 * MIB)
     model_processes: int = 2
     model_rate: float = 100.0  # Mbit/s
-    model_width: int = 512
-    model_layers: int = 4
-    model_length: int = 512  # tokens of the prompt, and of a training sequence
+    model_width: int = 4096  # what is computed for each byte sent grows with it
+    model_layers: int = 2
+    model_length: int = 128  # tokens of the prompt, and of a training sequence
     min_bytes: int = 1 << 18  # of the decoder's sums; smaller ones are exact
     torch: str | None = None  # a Python that has PyTorch, to measure its gloo as well
     out: pathlib.Path = RESULTS
@@ -146,17 +146,16 @@ def models(settings: Settings) -> Iterator[tuple[str, list[str], Place]]:
 
 def model_choice(settings: Settings) -> dict:
     """Decoder, prompt and configuration of its sums, as the workers take them."""
-    width = settings.model_width
+    width, head = settings.model_width, min(128, settings.model_width // 8)
     decoder = {
         "vocab_size": 4096,
         "num_layers": settings.model_layers,
         "width": width,
-        "num_heads": 8,
-        "num_kv_heads": 8,
-        "head_dim": width // 8,
+        "num_heads": width // head,
+        "num_kv_heads": width // head,
+        "head_dim": head,
         "mlp_width": width * 11 // 4 // 64 * 64,
         "dtype": "float32",
-        "remat": "save_sums",
     }
     echo = {
         "min_bytes": settings.min_bytes,

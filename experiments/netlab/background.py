@@ -25,6 +25,8 @@ _UDP_SEGMENT = 103  # Linux's socket option that cuts them, absent from Python's
 @contextlib.contextmanager
 def background(network, mbit: float) -> Iterator[None]:
     """So many megabits a second on every link, both ways, while the block runs."""
+    from netlab.processes import end  # not needed where this file is a program
+
     hosts, running = range(network.hosts), []
     try:
         for host in hosts if mbit else ():
@@ -36,9 +38,7 @@ def background(network, mbit: float) -> Iterator[None]:
             time.sleep(1.0)  # until all of them send
         yield
     finally:
-        for process in running:
-            process.kill()
-            process.wait()
+        end(running)
 
 
 def send(address: str, mbit: float) -> None:

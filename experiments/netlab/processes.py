@@ -39,7 +39,7 @@ class Team:
           RuntimeError: if one ends instead, with what it wrote last.
         """
         line = json.dumps({"task": task, **arguments}) + "\n"
-        alarm = threading.Timer(seconds, self.end)
+        alarm = threading.Timer(seconds, self._kill)
         alarm.start()
         try:
             for process in self._processes:
@@ -54,6 +54,9 @@ class Team:
 
     def end(self) -> None:
         """Ends all of them."""
+        end(self._processes)
+
+    def _kill(self) -> None:
         for process in self._processes:
             process.kill()
 
@@ -96,8 +99,7 @@ def team(
         processes: list[subprocess.Popen] = []
         errors = []
         crew = Team(processes, errors)
-        stack.callback(_wait, processes)
-        stack.callback(crew.end)
+        stack.callback(end, processes)
         for rank, prefix in enumerate(prefixes):
             errors.append(stack.enter_context(tempfile.TemporaryFile("w+")))
             processes.append(
@@ -121,6 +123,13 @@ def serve(worker: object) -> None:
         print(MARK + json.dumps(answer), flush=True)
 
 
-def _wait(processes: list[subprocess.Popen]) -> None:
+def end(processes: Sequence[subprocess.Popen]) -> None:
+    """Ends processes that still run, and closes their pipes."""
+    for process in processes:
+        process.kill()
     for process in processes:
         process.wait()
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()
