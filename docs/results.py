@@ -360,7 +360,8 @@ def network_table(folder: pathlib.Path) -> str:
     best: dict[tuple, float] = {}
     for record in read(folder, "bench_network.jsonl"):
         config = record["config"]
-        if config["part"] != "allreduce" or config["background"]:
+        idle = config["network"] == "namespaces" and not config["background"]
+        if config["part"] != "allreduce" or not idle:
             continue
         rate = config["rate_mbit"] or math.inf
         cell = (config["processes"], rate, config["message_bytes"])
@@ -380,8 +381,12 @@ def network_table(folder: pathlib.Path) -> str:
         )
         for processes, rate in sorted({cell[:2] for cell in exact})
     ]
-    head = ("processes", "link", *(f"{size / 2**20:,g} MiB" for size in sizes))
+    head = ("processes", "link", *map(_bytes, sizes))
     return _table(head, rows)
+
+
+def _bytes(size: int) -> str:
+    return f"{size / 2**20:,g} MiB" if size >= 1 << 20 else f"{size / 1024:,g} KiB"
 
 
 def _ratio(exact: dict, best: dict, cell: tuple) -> str:
@@ -396,12 +401,9 @@ def network_model_table(folder: pathlib.Path) -> str:
     newest: dict[tuple, dict[str, float]] = {}
     for record in read(folder, "bench_network.jsonl"):
         config = record["config"]
-        if config["part"] in ("ttft", "step"):
-            cell = (
-                config["part"],
-                config["rate_mbit"] or math.inf,
-                config["background"],
-            )
+        if config["part"] in ("ttft", "step") and config["network"] == "namespaces":
+            rate = config["rate_mbit"] or math.inf
+            cell = (config["part"], rate, config["background"])
             metric = f"{record['metric']} {config['plan']}"
             newest.setdefault(cell, {})[metric] = record["value"]
     rows = [
@@ -488,9 +490,9 @@ SECTIONS = (
     ("A decoder over NVLink", "bench_nvlink", "nvlink-model",
      "Two H200s of one host, no other traffic, random weights, default settings."),
     ("Sums over a slow network", "bench_network", "network",
-     "Processes on one machine of two cores, each in a network namespace with a limited "
-     "link: time of a float16 `psum`, and how much faster echo's best is, by the bytes "
-     "of a message. Under 1 echo loses."),
+     "Processes on one machine of two cores, each in a network namespace with a "
+     "limited link: time of a float16 `psum`, and how much faster echo's best is, by "
+     "the bytes of a message. Under 1 echo loses."),
     ("A decoder over a slow network", "bench_network", "network-model",
      "The same, random weights, two processes. Exact sums travel in float16."),
 )  # fmt: skip

@@ -69,6 +69,7 @@ def draw(records: list[dict], ranks_bytes: int) -> plt.Figure:
         panel.axhspan(0, 1, color="0.9", zorder=0)
         panel.axhline(1, color="0.5", linewidth=0.8)
         panel.set_ylim(bottom=0)
+        panel.text(0.98, 0.03, "echo loses", transform=panel.transAxes, ha="right")
         if panel.get_legend_handles_labels()[0]:
             panel.legend(fontsize=8)
     panels[0].set_ylabel("times as fast as a float16 psum")
