@@ -11,6 +11,7 @@ A single figure in running text is followed by
 
 import argparse
 import json
+import math
 import pathlib
 import re
 import sys
@@ -355,6 +356,76 @@ def model_table(folder: pathlib.Path) -> str:
     return _table(head, rows) if rows else NOTHING
 
 
+def network_table(folder: pathlib.Path) -> str:
+    """Sums over limited links: the exact time, and how much faster echo's best is."""
+    exact: dict[tuple, float] = {}
+    best: dict[tuple, float] = {}
+    for record in read(folder, "bench_network.jsonl"):
+        config = record["config"]
+        idle = config["network"] == "namespaces" and not config["background"]
+        if config["part"] != "allreduce" or not idle:
+            continue
+        rate = config["rate_mbit"] or math.inf
+        cell = (config["processes"], rate, config["message_bytes"])
+        if record["metric"] == "allreduce_ms" and config["case"] == "psum float16":
+            exact[cell] = record["value"]
+            best.pop(cell, None)  # what follows was measured with it
+        elif record["metric"] == "allreduce_speedup" and config["path"] == "echo":
+            best[cell] = max(record["value"], best.get(cell, 0.0))
+    if not exact:
+        return NOTHING
+    sizes = sorted({cell[2] for cell in exact})
+    rows = [
+        (
+            f"{processes}",
+            "no limit" if rate == math.inf else f"{rate:,g} Mbit/s",
+            *(_ratio(exact, best, (processes, rate, size)) for size in sizes),
+        )
+        for processes, rate in sorted({cell[:2] for cell in exact})
+    ]
+    head = ("processes", "link", *map(_bytes, sizes))
+    return _table(head, rows)
+
+
+def _bytes(size: int) -> str:
+    return f"{size / 2**20:,g} MiB" if size >= 1 << 20 else f"{size / 1024:,g} KiB"
+
+
+def _ratio(exact: dict, best: dict, cell: tuple) -> str:
+    """Milliseconds of the exact sum, and times that the other is faster."""
+    if cell not in exact or cell not in best:
+        return "-"
+    return f"{exact[cell]:,.1f} ms, {best[cell]:.2f}x"
+
+
+def network_model_table(folder: pathlib.Path) -> str:
+    """First token and training step of a decoder beside others' traffic."""
+    newest: dict[tuple, dict[str, float]] = {}
+    for record in read(folder, "bench_network.jsonl"):
+        config = record["config"]
+        if config["part"] in ("ttft", "step") and config["network"] == "namespaces":
+            rate = config["rate_mbit"] or math.inf
+            cell = (config["part"], rate, config["background"])
+            metric = f"{record['metric']} {config['plan']}"
+            newest.setdefault(cell, {})[metric] = record["value"]
+    rows = [
+        (
+            {"ttft": "time to first token", "step": "training step"}[part],
+            "no limit" if rate == math.inf else f"{rate:,g} Mbit/s",
+            f"{percent} %",
+            f"{cell[f'{part}_ms exact']:,.0f}",
+            f"{100 * cell['communication_share compute alone']:.0f} %",
+            f"{cell[f'{part}_speedup echo']:.2f}x",
+        )
+        for (part, rate, percent), cell in sorted(newest.items())
+    ]
+    head = (
+        *("what", "link", "others' traffic", "exact, ms", "of it communication"),
+        "echo against exact",
+    )
+    return _table(head, rows) if rows else NOTHING
+
+
 def backend_table(folder: pathlib.Path) -> str:
     """The same training steps on two backends."""
     records = read(folder, "kernel_training.jsonl")
@@ -380,6 +451,8 @@ TABLES: dict[str, Callable[[pathlib.Path], str]] = {
     "kernels": kernel_table,
     "nvlink": nvlink_table,
     "nvlink-model": model_table,
+    "network": network_table,
+    "network-model": network_model_table,
     "backends": backend_table,
 }
 
@@ -418,6 +491,12 @@ SECTIONS = (
      "Two ranks are where few bits gain least: half of every message stays at home."),
     ("A decoder over NVLink", "bench_nvlink", "nvlink-model",
      "Two H200s of one host, no other traffic, random weights, default settings."),
+    ("Sums over a slow network", "bench_network", "network",
+     "Processes on one machine of two cores, each in a network namespace with a "
+     "limited link: time of a float16 `psum`, and how much faster echo's best is, by "
+     "the bytes of a message. Under 1 echo loses."),
+    ("A decoder over a slow network", "bench_network", "network-model",
+     "The same, random weights, two processes. Exact sums travel in float16."),
 )  # fmt: skip
 
 

@@ -164,15 +164,16 @@ def describe(
         "message_bytes": values * jnp.dtype(case.dtype).itemsize,
         "num_chunks": 1,
     }
+    config = case.config or EchoConfig(path="exact")
+    said = explain(shape, case.dtype, ranks, config)
+    entries["wire_bytes"] = sum(said.wire_bytes.values())
     if case.config is None:
         return entries | {"path": "psum"}
-    said = explain(shape, case.dtype, ranks, case.config)
     entries |= {"path": said.path, "num_chunks": case.config.num_chunks}
     return entries | {
         "bits": case.config.format.bits,
         "rotate": case.config.format.rotate,
         "residual_dtype": case.config.residual_dtype,
-        "wire_bytes": sum(said.wire_bytes.values()),
     }
 
 

@@ -1,0 +1,1 @@
+"""A network of namespaces on one machine, and the processes that talk over it."""

@@ -1,0 +1,215 @@
+"""Hosts as network namespaces: veth links of a chosen rate to one switch.
+
+Everything made here has a name that begins with ``echo-`` and is removed again: at the
+end, when interrupted, and what is left over at the next start. Addresses are those set
+aside for benchmarks (RFC 2544) and are known inside the namespaces alone.
+"""
+
+import contextlib
+import fcntl
+import os
+import pathlib
+import shutil
+import signal
+import socket
+import subprocess
+from collections.abc import Iterator
+
+PREFIX = "echo-"
+SWITCH = f"{PREFIX}switch"
+SUBNET = "198.18.77"
+_LOCK = pathlib.Path("/run/echo-netlab.lock")
+_HOSTS = pathlib.Path("/etc/netns")
+_QUEUE_MS = 50  # that a packet waits at most, as in a router's buffer
+_CONGESTION_CONTROL = "cubic"  # Linux's own default, whatever this machine has
+
+
+class NoNetworkError(Exception):
+    """Namespaces cannot be had here; says why."""
+
+
+class Network:
+    """So many hosts on a switch. Use :func:`network`, which removes it again."""
+
+    def __init__(self, hosts: int):
+        """Builds it, links unlimited."""
+        self.hosts = hosts
+        _run("ip", "netns", "add", SWITCH)
+        _inside(SWITCH, "ip", "link", "add", "bridge", "type", "bridge")
+        _inside(SWITCH, "ip", "link", "set", "bridge", "up")
+        for host in range(hosts):
+            self._add_host(host)
+
+    def address(self, host: int) -> str:
+        """Of a host, inside."""
+        return f"{SUBNET}.{host + 1}"
+
+    def interface(self, host: int) -> str:
+        """Name of a host's end of its link."""
+        return _port(host)
+
+    def command(self, host: int) -> list[str]:
+        """What starts a program on a host."""
+        return ["ip", "netns", "exec", _name(host)]
+
+    def set_rate(self, mbit: float | None, delay_ms: float = 0.0) -> None:
+        """Limits every link, both ways; None for no limit.
+
+        Args:
+          mbit: megabits a second.
+          delay_ms: that a packet is under way, beside the time it takes to be sent.
+
+        Raises:
+          NoNetworkError: if this kernel cannot delay packets.
+        """
+        for host in range(self.hosts):
+            _limit(_name(host), _port(host), mbit, 0.0)
+            _limit(SWITCH, _switch_port(host), mbit, delay_ms)
+
+    def _add_host(self, host: int) -> None:
+        name, port, other = _name(host), _port(host), _switch_port(host)
+        _run("ip", "netns", "add", name)
+        # gloo binds to the address of the machine's own name; this file is what
+        # ip netns exec shows as /etc/hosts.
+        folder = _HOSTS / name
+        folder.mkdir(parents=True, exist_ok=True)
+        hosts = f"127.0.0.1 localhost\n{self.address(host)} {socket.gethostname()}\n"
+        (folder / "hosts").write_text(hosts)
+        link = ("ip", "link", "add", port, "netns", name)
+        _run(*link, "type", "veth", "peer", "name", other, "netns", SWITCH)
+        _inside(name, "ip", "address", "add", f"{self.address(host)}/24", "dev", port)
+        _inside(name, "ip", "link", "set", "lo", "up")
+        _inside(name, "ip", "link", "set", port, "up")
+        _inside(SWITCH, "ip", "link", "set", other, "master", "bridge", "up")
+        control = f"net.ipv4.tcp_congestion_control={_CONGESTION_CONTROL}"
+        with contextlib.suppress(NoNetworkError):
+            _inside(name, "sysctl", "-qw", control)
+
+
+@contextlib.contextmanager
+def network(hosts: int) -> Iterator[Network]:
+    """A network, removed at the end whatever happens.
+
+    Raises:
+      NoNetworkError: if it cannot be built here, or another run has one.
+    """
+    _check_tools()
+    with _lock(), _signals_as_exit():
+        remove_all()
+        try:
+            yield Network(hosts)
+        finally:
+            remove_all()
+
+
+def why_not() -> str | None:
+    """Why there can be no network here; None if there can."""
+    try:
+        with network(1) as probe:
+            probe.set_rate(100.0)
+    except NoNetworkError as error:
+        return str(error)
+    return None
+
+
+def remove_all() -> None:
+    """Removes every namespace of this module, with its links and hosts file."""
+    listed = subprocess.run(
+        ["ip", "netns", "list"], capture_output=True, text=True, check=False
+    )
+    names = [line.split()[0] for line in listed.stdout.splitlines() if line]
+    for name in names:
+        if name.startswith(PREFIX):
+            with contextlib.suppress(NoNetworkError):
+                _run("ip", "netns", "delete", name)
+    for folder in _HOSTS.glob(f"{PREFIX}*"):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def congestion_control() -> str:
+    """What TCP goes by on the hosts."""
+    settings = pathlib.Path("/proc/sys/net/ipv4")
+    known = (settings / "tcp_available_congestion_control").read_text().split()
+    own = (settings / "tcp_congestion_control").read_text().strip()
+    return _CONGESTION_CONTROL if _CONGESTION_CONTROL in known else own
+
+
+def _name(host: int) -> str:
+    return f"{PREFIX}{host}"
+
+
+def _port(host: int) -> str:
+    return f"{PREFIX}v{host}"
+
+
+def _switch_port(host: int) -> str:
+    return f"{PREFIX}s{host}"
+
+
+def _limit(name: str, port: str, mbit: float | None, delay_ms: float) -> None:
+    """Makes one end of a link send at a rate."""
+    with contextlib.suppress(NoNetworkError):  # there may be none
+        _inside(name, "tc", "qdisc", "delete", "dev", port, "root")
+    if mbit is not None:
+        # What may pass at once: little, so that small messages meet the rate too, and
+        # enough for a timer that is a millisecond late.
+        burst = max(16_000, int(mbit * 1e6 / 8 * 1e-3))
+        limit = (
+            "rate",
+            f"{mbit}mbit",
+            "burst",
+            str(burst),
+            "latency",
+            f"{_QUEUE_MS}ms",
+        )
+        queue = ("tc", "qdisc", "add", "dev", port, "root", "handle", "1:")
+        _inside(name, *queue, "tbf", *limit)
+    if delay_ms:
+        parent = ("root",) if mbit is None else ("parent", "1:1")
+        delay = ("netem", "delay", f"{delay_ms}ms", "limit", "10000")
+        _inside(name, "tc", "qdisc", "add", "dev", port, *parent, *delay)
+
+
+def _inside(name: str, *command: str) -> None:
+    _run("ip", "netns", "exec", name, *command)
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        said = (done.stderr or done.stdout).strip()
+        raise NoNetworkError(f"{' '.join(command)}: {said}")
+
+
+def _check_tools() -> None:
+    if os.geteuid():
+        raise NoNetworkError("network namespaces need root")
+    for tool in ("ip", "tc"):
+        if shutil.which(tool) is None:
+            raise NoNetworkError(f"the command {tool} (iproute2) is not installed")
+
+
+@contextlib.contextmanager
+def _lock() -> Iterator[None]:
+    """One run at a time: two would remove each other's hosts."""
+    with _LOCK.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise NoNetworkError("another run has a network") from None
+        yield
+
+
+@contextlib.contextmanager
+def _signals_as_exit() -> Iterator[None]:
+    """A signal that would end the process at once lets it clean up first."""
+
+    def leave(number, _):
+        raise SystemExit(128 + number)
+
+    before = {n: signal.signal(n, leave) for n in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

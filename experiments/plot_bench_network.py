@@ -1,0 +1,132 @@
+"""Draws what ``bench_network.py`` measured, from its file alone.
+
+    python experiments/plot_bench_network.py --out bench_network.svg
+
+How much faster echo is than a float16 ``psum``: by the size of a message, by the number
+of ranks, and by what others' traffic takes of the link. Where it loses is shaded.
+"""
+
+import dataclasses
+import pathlib
+import sys
+
+import matplotlib.pyplot as plt
+import tyro
+
+from echo_jax.records import read_records
+
+RESULTS = pathlib.Path(__file__).parent / "results" / "bench_network.jsonl"
+MIB = 1 << 20
+Cells = dict[tuple, float]  # (processes, rate, background, bytes) -> best speed-up
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What is drawn."""
+
+    results: pathlib.Path = RESULTS
+    ranks_bytes: int = 16 * MIB  # message of the panel by ranks
+    out: pathlib.Path = pathlib.Path("bench_network.svg")
+
+
+def sums(records: list[dict]) -> Cells:
+    """The best of echo's cases in each cell, from the newest record of each."""
+    newest: dict[tuple, float] = {}
+    for record in records:
+        config = record["config"]
+        is_sum = record["metric"] == "allreduce_speedup"
+        if is_sum and config["path"] == "echo" and config["network"] == "namespaces":
+            size, case = config["message_bytes"], config["case"]
+            newest[(*_place(config), size, case)] = record["value"]
+    best: Cells = {}
+    for (*cell, _), value in newest.items():
+        best[tuple(cell)] = max(value, best.get(tuple(cell), 0.0))
+    return best
+
+
+def models(records: list[dict], what: str) -> list[tuple[int, float]]:
+    """``(percent of the link that others take, speed-up)`` of a decoder."""
+    found = {
+        record["config"]["background"]: record["value"]
+        for record in records
+        if record["metric"] == f"{what}_speedup" and record["config"]["plan"] == "echo"
+    }
+    return sorted(found.items())
+
+
+def draw(records: list[dict], ranks_bytes: int) -> plt.Figure:
+    """A panel for each number of processes by size; by ranks; by congestion."""
+    found = sums(records)
+    processes = sorted({cell[0] for cell in found}) or [2]
+    figure, panels = plt.subplots(
+        1, len(processes) + 2, figsize=(4 * len(processes) + 8, 4), sharey=True
+    )
+    for panel, count in zip(panels, processes, strict=False):
+        _by_size(panel, found, count)
+    _by_ranks(panels[-2], found, ranks_bytes)
+    _by_congestion(panels[-1], found, records)
+    for panel in panels:
+        panel.axhspan(0, 1, color="0.9", zorder=0)
+        panel.axhline(1, color="0.5", linewidth=0.8)
+        panel.set_ylim(bottom=0)
+        panel.text(0.98, 0.03, "echo loses", transform=panel.transAxes, ha="right")
+        if panel.get_legend_handles_labels()[0]:
+            panel.legend(fontsize=8)
+    panels[0].set_ylabel("times as fast as a float16 psum")
+    figure.tight_layout()
+    return figure
+
+
+def _by_size(panel, found: Cells, processes: int) -> None:
+    rates = sorted({cell[1] for cell in found if cell[0] == processes})
+    for rate in rates:
+        line = [(c[3], v) for c, v in found.items() if c[:3] == (processes, rate, 0)]
+        _line(panel, sorted(line), _rate(rate))
+    panel.set_xscale("log", base=2)
+    panel.set_xlabel("message, bytes of float16")
+    panel.set_title(f"{processes} processes, idle links")
+
+
+def _by_ranks(panel, found: Cells, size: int) -> None:
+    for rate in sorted({cell[1] for cell in found}):
+        line = [(c[0], v) for c, v in found.items() if c[1:] == (rate, 0, size)]
+        _line(panel, sorted(line), _rate(rate))
+    panel.set_xlabel("processes")
+    panel.set_title(f"messages of {size / MIB:g} MiB")
+
+
+def _by_congestion(panel, found: Cells, records: list[dict]) -> None:
+    for what, name in (("ttft", "first token"), ("step", "training step")):
+        _line(panel, models(records, what), name)
+    loaded = sorted({(c[0], c[1], c[3]) for c in found if c[2]})
+    for processes, rate, size in loaded:
+        wanted = (processes, rate, size)
+        line = [(c[2], v) for c, v in found.items() if (c[0], c[1], c[3]) == wanted]
+        label = f"{size / MIB:g} MiB, {processes} x {_rate(rate)}"
+        _line(panel, sorted(line), label, linestyle="--")
+    panel.set_xlabel("others' traffic, % of the link")
+    panel.set_title("beside other traffic")
+
+
+def _line(panel, points: list, label: str, **style) -> None:
+    if points:
+        panel.plot(*zip(*points, strict=True), marker="o", label=label, **style)
+
+
+def _place(config: dict) -> tuple[int, float, int]:
+    rate = config["rate_mbit"] or float("inf")
+    return config["processes"], rate, config["background"]
+
+
+def _rate(mbit: float) -> str:
+    return "no limit" if mbit == float("inf") else f"{mbit:g} Mbit/s"
+
+
+def main() -> None:
+    settings = tyro.cli(Settings, description=__doc__)
+    records = read_records(settings.results) if settings.results.exists() else []
+    draw(records, settings.ranks_bytes).savefig(settings.out)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
