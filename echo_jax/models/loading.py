@@ -116,8 +116,8 @@ def load(
     device and no host array ever holds the model. Heads, hidden features and the
     vocabulary are padded where the axis does not divide them
     (:func:`~echo_jax.models.placement.fit_to_ranks`): the padding computes nothing and
-    changes no result. Where there are more ranks than key-value heads these may stand
-    in several copies, which training would drive apart: gradients of such a model's
+    changes no result. Key-value heads that the axis does not divide may stand in
+    several copies, which training would drive apart: gradients of such a model's
     attention are refused, unless it is loaded with ``trainable``.
 
     Sharding: heads, hidden features and vocabulary are cut over ``axis_name`` and
