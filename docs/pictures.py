@@ -6,6 +6,7 @@ python docs/pictures.py FOLDER    # writes all of them
 import pathlib
 import sys
 
+import benchmark_tables
 import results
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
@@ -130,6 +131,44 @@ def formats(folder: pathlib.Path, path: pathlib.Path) -> None:
     _save(figure, path)
 
 
+_SERIES = {
+    "uniform": "-o",
+    "no feedback": "--o",
+    "uniform, exact last": "-s",
+    "edges": "^",
+    "sensitivity": "-o",
+    "sensitivity, no feedback": "--o",
+    "searched": "*",
+}
+
+
+def frontier(folder: pathlib.Path, path: pathlib.Path) -> None:
+    """Divergence on prose against bits a value, one series a kind of plan."""
+    cells = benchmark_tables.frontier(results.read(folder, "benchmark_parity.jsonl"))
+    sizes = sorted({cell["block_size"] for cell in cells}, reverse=True) or [64]
+    figure, axes = _figure(len(sizes), height=4.2)
+    for axis in axes[1:]:
+        axis.sharey(axes[0])
+    for axis, size in zip(axes, sizes, strict=True):
+        for number, (kind, style) in enumerate(_SERIES.items()):
+            points = [
+                (cell["bits"], cell["kl"])
+                for cell in cells
+                if cell["block_size"] == size
+                and (cell["plan"] == kind or cell["plan"].startswith(f"{kind} "))
+            ]
+            if points:
+                x, y = zip(*points, strict=True)
+                axis.plot(
+                    x, y, style, color=f"C{number}", markersize=4, label=f"{kind}"
+                )
+        axis.set(xlabel="bits a value", title=f"blocks of {size}", yscale="log")
+    axes[0].set_ylabel("KL divergence of logits\nto exact sums, nats")
+    if cells:
+        axes[0].legend(fontsize="x-small")
+    _save(figure, path)
+
+
 def wire(path: pathlib.Path, fmt: WireFormat = WireFormat()) -> None:
     """The bytes that one rank sends to another, and one byte of codes."""
     figure = Figure(figsize=(9.2, 2.9), layout="constrained")
@@ -174,6 +213,7 @@ def write_all(folder: pathlib.Path, out: pathlib.Path) -> None:
     depth(folder, out / "depth.svg")
     ranks(folder, out / "ranks.svg")
     formats(folder, out / "formats.svg")
+    frontier(folder, out / "frontier.svg")
     wire(out / "wire.svg")
 
 

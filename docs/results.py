@@ -6,7 +6,8 @@
 A generated table stands between ``<!-- results: NAME -->`` and
 ``<!-- end results -->``.
 A single figure in running text is followed by
-``<!-- result: FILE metric=METRIC key=value ... -->``, which names its line.
+``<!-- result: FILE metric=METRIC key=value ... -->``, which names its line;
+``field=spread`` means the line's spread instead of its value.
 """
 
 import argparse
@@ -16,6 +17,8 @@ import pathlib
 import re
 import sys
 from collections.abc import Callable, Iterator
+
+import benchmark_tables
 
 ROOT = pathlib.Path(__file__).parents[1]
 RESULTS = ROOT / "experiments" / "results"
@@ -44,6 +47,14 @@ def find(records: list[dict], **keys) -> dict | None:
     return None
 
 
+def figure(folder: pathlib.Path, file: str, keys: dict[str, str]) -> float | None:
+    """The number that a marker's keys name; None if there is no such line."""
+    keys = dict(keys)
+    field = keys.pop("field", "value")
+    record = find(read(folder, file), **keys)
+    return None if record is None else record[field]
+
+
 def _same(found, wanted) -> bool:
     return str(found).lower() == str(wanted).lower()
 
@@ -56,7 +67,7 @@ def markers(text: str) -> Iterator[tuple[str, str, dict[str, str]]]:
         # Spaces in values are written as underscores.
         keys = dict(pair.split("=", 1) for pair in match["keys"].split())
         keys = {
-            key: value.replace("_", " ") if key == "variant" else value
+            key: value.replace("_", " ") if key in ("variant", "plan") else value
             for key, value in keys.items()
         }
         yield written, match["file"], keys
@@ -274,10 +285,35 @@ def feedback_depth_table(folder: pathlib.Path) -> str:
             for metric, sums, variant in columns
         ]
         forms = [f"{r['value']:.2g}" if r else "-" for r in cells[:2]]
-        forms += [f"{r['value']:+.2f} %" if r else "-" for r in cells[2:]]
+        # Adding nothing turns a rounded -0.0 into 0.0.
+        gaps = [round(r["value"], 2) + 0.0 if r else None for r in cells[2:]]
+        forms += ["-" if gap is None else f"{gap:+.2f} %" for gap in gaps]
         rows.append((f"{depth}", *forms))
     head = ("layers", "KL, feedback", "KL, none", "loss, feedback", "loss, none")
     head = (*head, "trained, feedback", "trained, none")
+    return _table(head, rows) if rows else NOTHING
+
+
+def benchmark_table(folder: pathlib.Path) -> str:
+    """What each plan costs a real model: seven benchmark sets and prose."""
+    return _made(*benchmark_tables.plan_table(_benchmarks(folder)))
+
+
+def benchmark_page_table(folder: pathlib.Path) -> str:
+    """The same with three sets and two rows of prose more."""
+    return _made(*benchmark_tables.plan_table(_benchmarks(folder), every_set=True))
+
+
+def frontier_table(folder: pathlib.Path) -> str:
+    """The plans with the lowest divergence for their bits."""
+    return _made(*benchmark_tables.frontier_table(_benchmarks(folder)))
+
+
+def _benchmarks(folder: pathlib.Path) -> list[dict]:
+    return read(folder, "benchmark_parity.jsonl")
+
+
+def _made(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     return _table(head, rows) if rows else NOTHING
 
 
@@ -448,6 +484,9 @@ TABLES: dict[str, Callable[[pathlib.Path], str]] = {
     "gradient": gradient_table,
     "training": training_table,
     "feedback-depth": feedback_depth_table,
+    "benchmarks": benchmark_table,
+    "benchmarks-all": benchmark_page_table,
+    "frontier": frontier_table,
     "kernels": kernel_table,
     "nvlink": nvlink_table,
     "nvlink-model": model_table,
@@ -482,6 +521,7 @@ SECTIONS = (
      "Decoders of one width. KL divergence of the logits, in nats, and held-out loss "
      "against exact sums: where an exactly trained model reads with its sums in 4 "
      "bits, and where it is trained with them both ways."),
+    *benchmark_tables.SECTIONS,
     ("Kernels", "bench_kernels", "kernels",
      "Milliseconds on one H200 for 1 GiB of bfloat16, 8 ranks, 4 bits, block 64."),
     ("Training on two backends", "kernel_training", "backends",

@@ -203,12 +203,18 @@ def _prepare_generation(command: Generate) -> Callable[[], int]:
     mesh = tensor_mesh(command.tensor_ranks, command.device)
     if command.compilation_cache is not None:
         use_compilation_cache(command.compilation_cache)
+    plan = chosen_plan(
+        command.config,
+        name=command.plan,
+        file=command.plan_file,
+        model=command.model,
+        ranks=mesh.shape["tensor"],
+    )
     console = Console(stderr=True)
     with _loading_bar(console) as advance:
         model = load(command.model, mesh, dtype=command.dtype, progress=advance)
     prompts = [tokenizer.encode(prompt) for prompt in command.prompts]
     prompts = check_prompts(model, prompts, config)
-    plan = chosen_plan(model, command.config, name=command.plan, file=command.plan_file)
     return functools.partial(
         _generate, command, model, plan, tokenizer, prompts, config
     )

@@ -14,7 +14,7 @@ from echo_jax.config import EchoConfig
 from echo_jax.devices import Device, tensor_mesh, use_compilation_cache
 from echo_jax.evaluation.report import score_table, write_scores
 from echo_jax.evaluation.sets import SEVEN
-from echo_jax.models.loading import LoadedModel, load
+from echo_jax.models.loading import load, read_checkpoint
 from echo_jax.models.tokenizer import load_tokenizer
 from echo_jax.plan import DepthPlan
 from echo_jax.records import RecordWriter
@@ -59,25 +59,46 @@ class Evaluate:
 
 
 def chosen_plan(
-    model: LoadedModel,
     config: EchoConfig,
     *,
     name: PlanName,
     file: pathlib.Path | None,
+    model: pathlib.Path,
+    ranks: int,
 ) -> DepthPlan:
-    """The plan that a command means: of a file, or by its name.
+    """The plan that a command means: of a file, or by its name; no weights are read.
 
     Raises:
       ValueError: if the file holds none, or one for another number of ranks or calls.
     """
     if file is not None:
-        plan = DepthPlan.load(file, axis_size=model.ranks)
-        return plan.bind(model.config.num_calls)
+        plan = DepthPlan.load(file, axis_size=ranks)
+        return plan.bind(read_checkpoint(model).decoder.num_calls)
     if name == "exact":
         return DepthPlan.uniform(config.exact())
     if name == "uniform":
         return DepthPlan.uniform(config)
     return DepthPlan.edges(config)
+
+
+def _check(command: Evaluate) -> None:
+    """Refuses what would else fail after minutes.
+
+    Raises:
+      ValueError: saying which option.
+    """
+    for name in ("simulate_ranks", "batch_tokens"):
+        value = getattr(command, name)
+        if value is not None and value < 1:
+            raise ValueError(f"{name}={value} must be at least 1.")
+    if command.simulate_ranks is not None and command.tensor_ranks is not None:
+        raise ValueError(
+            f"tensor_ranks={command.tensor_ranks} and "
+            f"simulate_ranks={command.simulate_ranks} exclude each other: one device "
+            "plays all ranks, or each rank has a device."
+        )
+    if command.out is not None and command.out.is_dir():
+        raise ValueError(f"out={command.out} is a folder: give a file.")
 
 
 def prepare_evaluation(command: Evaluate, loading_bar: Callable) -> Callable[[], int]:
@@ -88,12 +109,20 @@ def prepare_evaluation(command: Evaluate, loading_bar: Callable) -> Callable[[],
         raise ValueError(
             f"evaluate needs packages ({error}): pip install 'echo_jax[eval]'."
         ) from error
+    _check(command)
     tasks = local_tasks(command.tasks, command.data, limit=command.limit)
     tokenizer = load_tokenizer(command.model)
     ranks = command.tensor_ranks if command.simulate_ranks is None else 1
     mesh = tensor_mesh(ranks, command.device)
     if command.compilation_cache is not None:
         use_compilation_cache(command.compilation_cache)
+    plan = chosen_plan(
+        command.config,
+        name=command.plan,
+        file=command.plan_file,
+        model=command.model,
+        ranks=command.simulate_ranks or mesh.shape["tensor"],
+    )
     console = Console(stderr=True)
     with loading_bar(console) as advance:
         model = load(
@@ -103,7 +132,6 @@ def prepare_evaluation(command: Evaluate, loading_bar: Callable) -> Callable[[],
             simulate=command.simulate_ranks,
             progress=advance,
         )
-    plan = chosen_plan(model, command.config, name=command.plan, file=command.plan_file)
 
     def finish() -> int:
         with _request_bar(console) as advance:

@@ -122,7 +122,13 @@ def use_cpu_devices(count: int) -> None:
 
 
 def use_compilation_cache(folder: pathlib.Path) -> None:
-    """Keeps every compiled program in a folder, for this process and later ones."""
+    """Keeps every compiled program in a folder, for this process and later ones.
+
+    Raises:
+      ValueError: if it is a file.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"compilation_cache={folder} is a file: give a folder.")
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)

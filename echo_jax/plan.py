@@ -247,9 +247,15 @@ class DepthPlan:
             body = _config_from_dict(content["body"])
             found = {name: content[name] for name in ("model", "axis_size")}
             vocab_bits = content["vocab_bits"]
-        except (OSError, TypeError, KeyError, ValueError) as error:
+        except OSError as error:
             raise ValueError(
-                f"{path} is not a plan that DepthPlan.save wrote: {error}."
+                f"{path} cannot be read ({error.strerror}): give the file that "
+                "DepthPlan.save wrote."
+            ) from error
+        except (TypeError, KeyError, ValueError) as error:
+            reason = f"it lacks {error}" if isinstance(error, KeyError) else error
+            raise ValueError(
+                f"{path} is not a plan that DepthPlan.save wrote: {reason}."
             ) from error
         for name, wanted in (("model", model), ("axis_size", axis_size)):
             if wanted not in (None, found[name]):

@@ -93,10 +93,13 @@ def read_items(
       limit: that many questions at most, evenly spaced.
 
     Raises:
-      ValueError: for an unknown name, or where the file is not there or not readable.
+      ValueError: for an unknown name or a limit under 1, or where the file is not
+        there or not readable.
     """
     if name not in SETS:
         raise ValueError(f"set {name!r} is not known: choose from {', '.join(SETS)}.")
+    if limit is not None and limit < 1:
+        raise ValueError(f"limit={limit} must be at least 1, or left out.")
     path = _find(pathlib.Path(folder), SETS[name].file)
     try:
         items = _read_blimp(path) if name == "blimp" else _read_requests(path)

@@ -25,6 +25,7 @@ from echo_jax.layers.partitioning import (
 )
 from echo_jax.models.checkpoint import Checkpoint, config_dict, read_config
 from echo_jax.models.config import DecoderConfig
+from echo_jax.models.copies import CopiedHeadsDecoder
 from echo_jax.models.decoder import Decoder
 from echo_jax.models.gguf import GgufFile
 from echo_jax.models.layout import Path, param_layouts, tensor_shapes
@@ -106,6 +107,7 @@ def load(
     axis_name: str = "tensor",
     dtype: str | None = None,
     simulate: int | None = None,
+    trainable: bool = False,
     progress: Progress | None = None,
 ) -> LoadedModel:
     """Reads a Llama or Qwen3 checkpoint onto a tensor-parallel mesh.
@@ -114,7 +116,9 @@ def load(
     device and no host array ever holds the model. Heads, hidden features and the
     vocabulary are padded where the axis does not divide them
     (:func:`~echo_jax.models.placement.fit_to_ranks`): the padding computes nothing and
-    changes no result, but is not for training, in which it would come to life.
+    changes no result. Key-value heads that the axis does not divide may stand in
+    several copies, which training would drive apart: gradients of such a model's
+    attention are refused, unless it is loaded with ``trainable``.
 
     Sharding: heads, hidden features and vocabulary are cut over ``axis_name`` and
     everything is replicated over the mesh's other axes.
@@ -128,6 +132,8 @@ def load(
         a quantized GGUF file).
       simulate: ranks that one device plays by ``vmap``, to measure what quality costs
         where there are no more; the mesh's axis must have size 1.
+      trainable: pad rather than copy key-value heads. Ranks without a head of their
+        own then idle in attention; parameters and gradients are those of the model.
       progress: called with the bytes read and the bytes in all.
 
     Returns:
@@ -157,8 +163,8 @@ def load(
     checkpoint = _with_dtype(checkpoint, dtype)
     _check_tensors(source, checkpoint.decoder, path)
     ranks = mesh.shape[axis_name] if simulate is None else simulate
-    placement = fit_to_ranks(checkpoint.decoder, ranks)
-    graphdef, shapes, specs = _abstract(placement.padded, axis_name)
+    placement = fit_to_ranks(checkpoint.decoder, ranks, allow_copies=not trainable)
+    graphdef, shapes, specs = _abstract(placement, axis_name)
     params = _read_params(source, placement, shapes, specs, mesh, progress)
     return LoadedModel(
         checkpoint=checkpoint,
@@ -281,11 +287,12 @@ def _check_tensors(source: Source, config: DecoderConfig, path: pathlib.Path) ->
             )
 
 
-def _abstract(config: DecoderConfig, axis_name: str):
+def _abstract(placement: Placement, axis_name: str):
     """Structure, shapes and specs of a decoder that is not built."""
+    kind = Decoder if placement.copies == 1 else CopiedHeadsDecoder
 
     def build():
-        return Decoder(config, axis_name=axis_name, rngs=nnx.Rngs(0))
+        return kind(placement.padded, axis_name=axis_name, rngs=nnx.Rngs(0))
 
     return split_module(jax.eval_shape(build))
 

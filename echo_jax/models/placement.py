@@ -4,6 +4,11 @@ A model whose heads do not divide the ranks is laid out with more of them. Key-v
 heads may stand in several copies, each serving a part of its query heads; what is left
 over is padding, heads of zeros whose output projection is zero. The padded model
 computes what the unpadded one does.
+
+Padding stays zero in training as long as no head is copied: query, key and value of
+such a head are zero, hence its output and the gradient of its output projection; that
+projection is zero, hence the gradients of the other three. The same holds for hidden
+features, and readouts mask what pads a vocabulary.
 """
 
 import dataclasses
@@ -66,7 +71,9 @@ class Placement:
         return np.where(heads[:, None] >= 0, features, NOTHING).reshape(-1)
 
 
-def fit_to_ranks(config: DecoderConfig, ranks: int) -> Placement:
+def fit_to_ranks(
+    config: DecoderConfig, ranks: int, *, allow_copies: bool = True
+) -> Placement:
     """The cheapest layout of a model over an axis of this size.
 
     Of all numbers of copies of a key-value head the one with the fewest rows of
@@ -75,6 +82,8 @@ def fit_to_ranks(config: DecoderConfig, ranks: int) -> Placement:
     Args:
       config: the model as it is.
       ranks: size of the tensor-parallel axis.
+      allow_copies: whether key-value heads may stand in several copies. Without, what
+        is padded stays zero in training, at the price of more padding.
 
     Raises:
       ValueError: if ``ranks`` is not at least 1.
@@ -91,7 +100,7 @@ def fit_to_ranks(config: DecoderConfig, ranks: int) -> Placement:
         kv_heads, served = sizes(copies)
         return kv_heads * (served + 1)
 
-    copies = min(range(1, group + 1), key=rows)
+    copies = min(range(1, group + 1 if allow_copies else 2), key=rows)
     kv_heads, served = sizes(copies)
     padded = dataclasses.replace(
         config,

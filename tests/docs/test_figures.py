@@ -30,9 +30,9 @@ _EXACT = ("Eight bits make it 17 times smaller",)
 @pytest.mark.parametrize("name", NAMES)
 def test_marked_figures_equal_their_lines(name):
     for written, file, keys in results.markers((ROOT / name).read_text()):
-        record = results.find(results.read(results.RESULTS, file), **keys)
-        assert record is not None, f"{written}: no line of {file} has {keys}"
-        assert results.as_written(record["value"], written) == written, keys
+        figure = results.figure(results.RESULTS, file, keys)
+        assert figure is not None, f"{written}: no line of {file} has {keys}"
+        assert results.as_written(figure, written) == written, keys
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -75,5 +75,5 @@ def test_pages_and_pictures_are_made_from_lines_alone(tmp_path):
     assert empty.count(results.NOTHING) == len(results.SECTIONS)
     pictures.write_all(results.RESULTS, tmp_path)
     pictures.write_all(tmp_path, tmp_path / "empty")
-    assert len(list(tmp_path.glob("*.svg"))) == 4
-    assert len(list(tmp_path.glob("empty/*.svg"))) == 4
+    assert len(list(tmp_path.glob("*.svg"))) == 5
+    assert len(list(tmp_path.glob("empty/*.svg"))) == 5

@@ -70,10 +70,22 @@ def test_generate_takes_a_plan_from_a_file(plan_file, capsys):
 @pytest.mark.usefixtures("as_shipped")
 def test_wrong_arguments_are_one_line(folder, tmp_path, capsys):
     arguments = ["evaluate", "--model", QWEN3, "--tasks"]
+    here, config = ["--data", str(folder)], f"{QWEN3}/config.json"
     for wrong, words in (
-        (["--data", str(folder)], "no sets"),
-        (["trivia", "--data", str(folder)], "'trivia' is not known"),
+        (here, "no sets"),
+        (["trivia", *here], "'trivia' is not known"),
         (["piqa", "--data", str(tmp_path)], "does not exist: give the folder"),
+        (["lambada", *here, "--limit", "0"], "limit=0"),
+        (["lambada", *here, "--batch-tokens", "0"], "batch_tokens=0"),
+        (["lambada", *here, "--simulate-ranks", "0"], "simulate_ranks=0"),
+        (
+            ["lambada", *here, "--simulate-ranks", "2", "--tensor-ranks", "2"],
+            "exclude each other",
+        ),
+        (["lambada", *here, "--out", str(tmp_path)], "is a folder"),
+        (["lambada", *here, "--plan-file", "nowhere.json"], "cannot be read (No such"),
+        (["lambada", *here, "--plan-file", config], "it lacks 'calls'"),
+        (["lambada", *here, "--compilation-cache", config], "is a file"),
     ):
         assert cli.main([*arguments, *wrong]) == 2
         errors = capsys.readouterr().err

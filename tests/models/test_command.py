@@ -83,6 +83,7 @@ def test_bench_times_the_first_token_of_each_plan(capsys, tmp_path):
         (["a", "--model", QWEN3, "--top-p", "2"], "top_p=2.0"),
         (["a" * 999, "--model", QWEN3], "shorten the prompt"),
         (["--model", QWEN3], "no prompt"),
+        (["a", "--model", QWEN3, "--plan-file", "nowhere.json"], "cannot be read"),
     ],
 )
 def test_generate_says_clearly_what_is_wrong(arguments, words, capsys):

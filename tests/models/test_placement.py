@@ -47,6 +47,17 @@ def test_heads_of_known_models(heads, kv_heads, ranks, on_a_rank):
     assert found == on_a_rank
 
 
+@pytest.mark.parametrize("ranks", range(1, 10))
+def test_without_copies_each_head_stands_once(ranks):
+    fitted = fit_to_ranks(config(9, 3), ranks, allow_copies=False)
+    fitted.padded.check_ranks(ranks)
+    for heads, count in ((fitted.kv_heads(), 3), (fitted.query_heads(), 9)):
+        assert sorted(heads[heads != NOTHING]) == list(range(count))
+    # No padding is served by a real key-value head.
+    served = np.repeat(fitted.kv_heads(), 3)
+    np.testing.assert_array_equal(served == NOTHING, fitted.query_heads() == NOTHING)
+
+
 def test_a_model_that_fits_stays_as_it_is():
     model = config(8, 4, vocab_size=300, mlp_width=96)
     assert fit_to_ranks(model, 4).padded == model
