@@ -1,5 +1,7 @@
 """Training state on disk: written beside the training, checked when it is read."""
 
+import hashlib
+import json
 import pathlib
 import shutil
 import warnings
@@ -88,6 +90,7 @@ class Checkpoints:
             "owed_shapes": [list(leaf.shape) for leaf in jax.tree.leaves(owed)],
             "fingerprint": _numbers(self._fingerprint((whole, owed))),
         }
+        meta = {"content": meta, "sha256": _checksum(meta)}
         items = {"state": ocp.args.StandardSave(whole), "meta": ocp.args.JsonSave(meta)}
         if owed is not None:
             items["gradient_residual"] = ocp.args.StandardSave(owed)
@@ -113,7 +116,7 @@ class Checkpoints:
         steps = self.steps()
         for step in reversed(steps):
             try:
-                meta = self._read(step, {})["meta"]
+                meta = self._read_meta(step)
                 self._check_identity(meta)
                 return self._snapshot(step, meta, shapes, shardings)
             except _AnotherRun as error:
@@ -177,6 +180,12 @@ class Checkpoints:
         wanted = {name: ocp.args.StandardRestore(tree) for name, tree in items.items()}
         wanted = wanted or {"meta": ocp.args.JsonRestore()}
         return self._open().restore(step, args=ocp.args.Composite(**wanted))
+
+    def _read_meta(self, step: int) -> dict[str, Any]:
+        meta = self._read(step, {})["meta"]
+        if meta["sha256"] != _checksum(meta["content"]):
+            raise ValueError("its description is not the one that was saved")
+        return meta["content"]
 
     def _check_identity(self, meta: dict[str, Any]) -> None:
         changed = changed_fields(meta["config"], self.identity.config)
@@ -275,6 +284,10 @@ def _parts(state: TrainState) -> tuple[dict[str, Any], Any]:
     """What is the same for any mesh, and what belongs to its ranks."""
     whole = {name: getattr(state, name) for name in _KEPT_FOR_ANY_MESH}
     return whole, state.gradient_residual
+
+
+def _checksum(meta: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(meta, sort_keys=True).encode()).hexdigest()
 
 
 def _as_saved(owed: Any, shapes: list[list[int]]) -> Any:

@@ -229,10 +229,8 @@ class TrainingRun:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the notes say it
             owed, words = fit_state(state.gradient_residual, fresh)
-        return state._replace(gradient_residual=owed), (
-            *notes,
-            *([words] if words else ()),
-        )
+        notes = notes if words is None else (*notes, words)
+        return state._replace(gradient_residual=owed), notes
 
     def _draw(self) -> tuple[np.ndarray, dict[str, Any]]:
         """The tokens of one call, of a step or several, and the place behind them."""

@@ -29,9 +29,9 @@ class StepMetrics(NamedTuple):
     skipped: jax.Array  # 1 where the gradient was not finite: the state stayed
 
 
-# Averages gradients over the data axis, on every rank: gradients of the rank's own part
-# of the batch and its part of ``TrainState.gradient_residual`` in, the averages and what
-# is owed now out. ``GradientSync.update`` is one.
+# Averages gradients over the data axis, on every rank. In: gradients of the rank's own
+# part of the batch, and its part of ``TrainState.gradient_residual``. Out: the averages,
+# and what is owed now. ``GradientSync.update`` is one.
 SyncFunction = Callable[[Any, Any], tuple[Any, Any]]
 
 

@@ -23,6 +23,7 @@ from echo_jax.training import (
     TrainState,
     make_mesh,
     prepare,
+    residual_rms,
 )
 from echo_jax.training.checkpoint import Checkpoints, Identity, Snapshot, fingerprint
 from tests.ranks import bits_of
@@ -104,6 +105,32 @@ def test_another_mesh_cuts_the_same_state_anew(tmp_path, mesh):
     again.close()
 
 
+def test_c22_gradients_in_4_bits_are_resumed_with_what_is_owed(tmp_path):
+    config = dataclasses.replace(
+        TINY,
+        model=dataclasses.replace(TINY.model, width=64),
+        mesh=MeshConfig(data_ranks=2, tensor_ranks=1),
+        data=dataclasses.replace(TINY.data, batch_size=4),
+        gradient_bits=4,
+        steps=4,
+    )
+    whole = train(tmp_path / "whole", config=config)
+    train(tmp_path / "cut", steps=1, config=config)
+    again = train(tmp_path / "cut", config=config, resume=True)
+    assert float(residual_rms(again.state.gradient_residual)) > 0
+    assert same_bits(again.state, whole.state)
+    for mesh, words in (
+        (MeshConfig(data_ranks=4, tensor_ranks=1), "mean of what those 2 owed"),
+        (MeshConfig(data_ranks=1, tensor_ranks=2), "start from zero"),
+    ):
+        moved = start(
+            tmp_path / "cut", dataclasses.replace(config, mesh=mesh), resume=True
+        )
+        assert same_bits(moved.state.params, whole.state.params)
+        assert "cut anew" in moved.notes[0]
+        assert words in moved.notes[1]
+
+
 def residual_state(mesh, fill):
     """A state with a residual of every rank, as a gradient sync leaves it."""
     places = (PartitionSpec(), PartitionSpec(("data", "tensor")))
@@ -120,7 +147,7 @@ def residual_state(mesh, fill):
     return jax.device_put(state, where), where
 
 
-def test_c22_persistent_residuals_come_back_or_are_reset_loudly(tmp_path):
+def test_c22_persistent_residuals_come_back_whole(tmp_path):
     two = make_mesh(MeshConfig(data_ranks=1, tensor_ranks=2))
     state, where = residual_state(two, 0.5)
     checkpoints = Checkpoints(tmp_path, keep=2, identity=IDENTITY)
@@ -134,10 +161,11 @@ def test_c22_persistent_residuals_come_back_or_are_reset_loudly(tmp_path):
     wider = IDENTITY._replace(ranks={"data": 2, "tensor": 2})
     moved = Checkpoints(tmp_path, keep=2, identity=wider)
     again = moved.restore(jax.eval_shape(lambda: other), where)
-    assert again.state.gradient_residual is None
+    # As it was saved, for fit_state.
+    assert same_bits(again.state.gradient_residual, state.gradient_residual)
     assert same_bits(again.state.params, state.params)
-    assert "cut anew for 2 data x 2 tensor ranks" in again.notes[0]
-    assert "reset to zero" in again.notes[1]
+    (note,) = again.notes
+    assert "cut anew for 2 data x 2 tensor ranks" in note
 
 
 def flip(path: pathlib.Path):
