@@ -57,6 +57,12 @@ class Comparison:
     source: Source  # of the batches
 
 
+_RESET = (
+    "What the gradient sync still owed was of other messages than it sends here: it was "
+    "reset to zero. One rounding of a step's gradients is lost."
+)
+
+
 class TrainingRun:
     """One variant: its compiled steps, its state and what it measures.
 
@@ -226,6 +232,8 @@ class TrainingRun:
         fresh = fresh_residual(state.params, self._parts, self.runs.mesh)
         if fresh is None or not notes:
             return state, notes
+        if state.gradient_residual is None:
+            return state._replace(gradient_residual=fresh), (*notes, _RESET)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the notes say it
             owed, words = fit_state(state.gradient_residual, fresh)

@@ -30,8 +30,8 @@ class StepMetrics(NamedTuple):
 
 
 # Averages gradients over the data axis, on every rank. In: gradients of the rank's own
-# part of the batch, and its part of ``TrainState.gradient_residual``. Out: the averages,
-# and what is owed now. ``GradientSync.update`` is one.
+# part of the batch, and its part of ``TrainState.gradient_residual``. Out: the
+# averages, and what is owed now. ``GradientSync.update`` is one.
 SyncFunction = Callable[[Any, Any], tuple[Any, Any]]
 
 
