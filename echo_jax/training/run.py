@@ -58,8 +58,8 @@ class Comparison:
 
 
 _RESET = (
-    "What the gradient sync still owed was of other messages than it sends here: it was "
-    "reset to zero. One rounding of a step's gradients is lost."
+    "What the gradient sync still owed was of other messages than it sends here: it "
+    "was reset to zero. One rounding of a step's gradients is lost."
 )
 
 
