@@ -117,7 +117,7 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path):
         (["train", "--resume"], "--resume needs checkpoints"),
         (["train", "--steps-per-call", "3"], "must be a multiple"),
         (["prepare", "missing", "--out", "made"], "missing does not exist"),
-        (["train", "--processes", "2"], "go with coordinator"),
+        (["train", "--processes", "2"], "processes=2"),
     ],
 )
 def test_a_wrong_argument_is_one_clear_line(arguments, words, tmp_path):

@@ -338,7 +338,7 @@ class TrainingRun:
         record = Record(
             experiment="train",
             metric=metric,
-            value=value,
+            value=float(value),
             unit=unit,
             spread=spread,
             baseline=baseline,

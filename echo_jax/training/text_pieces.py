@@ -4,7 +4,7 @@ import dataclasses
 import lzma
 import pathlib
 from collections.abc import Iterator
-from typing import IO
+from io import TextIOBase
 
 PIECE_LENGTH = 1 << 16  # characters in a piece, at most
 
@@ -93,7 +93,7 @@ def text_files(path: pathlib.Path) -> list[pathlib.Path]:
     return found
 
 
-def _open(file: pathlib.Path) -> IO[str]:
+def _open(file: pathlib.Path) -> TextIOBase:
     if file.suffix == ".xz":
         return lzma.open(file, "rt", encoding="utf-8", newline="")
     return file.open("r", encoding="utf-8", newline="")
