@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from echo_jax.config import EchoConfig
+from echo_jax.config import Backend, EchoConfig, ResidualDtype
 from echo_jax.models import DecoderConfig
 from echo_jax.plan import DepthPlan
 from echo_jax.training.gradient_plan import GradientSyncConfig
@@ -135,6 +135,10 @@ class TrainConfig:
     checkpoint: CheckpointConfig = CheckpointConfig()
     format: WireFormat = WireFormat()  # of the echo runs
     vocab_bits: int = 8  # of the vocabulary's two sums in the echo runs
+    residual_dtype: ResidualDtype = (
+        "bfloat16"  # in which the echo runs keep what is owed
+    )
+    backend: Backend = "auto"  # that makes what travels
     # Of gradients over the data axis, in every run, errors repaid a step later; None:
     # exact, in float32.
     gradient_bits: int | None = None
@@ -196,7 +200,11 @@ class TrainConfig:
     def plan(self, variant: Variant) -> DepthPlan:
         """The all-reduces of one variant, the small ones through the codec too."""
         config = EchoConfig(
-            format=self.format, min_bytes=0, feedback=variant != "no-feedback"
+            format=self.format,
+            min_bytes=0,
+            feedback=variant != "no-feedback",
+            residual_dtype=self.residual_dtype,
+            backend=self.backend,
         )
         exact = DepthPlan.uniform(config.exact(), vocab_bits=self.vocab_bits)
         if variant == "exact":
@@ -211,6 +219,11 @@ class TrainConfig:
         if self.gradient_bits is None:
             return None
         fmt = dataclasses.replace(self.format, bits=self.gradient_bits)
-        sums = EchoConfig(format=fmt, min_bytes=0)
+        sums = EchoConfig(
+            format=fmt,
+            min_bytes=0,
+            residual_dtype=self.residual_dtype,
+            backend=self.backend,
+        )
         # The step itself keeps its whole state where a gradient is not finite.
         return GradientSyncConfig(sums=sums, keep_on_nonfinite=False)

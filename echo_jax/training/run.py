@@ -137,7 +137,7 @@ class TrainingRun:
     def evaluate(self) -> None:
         """Measures the held-out loss and writes what the run comes to."""
         result = self.result
-        result.heldout = self._heldout_losses()
+        result.heldout = self.heldout_losses()
         spread = statistics.pstdev(result.heldout)
         self._write("final_train_loss", result.final_loss, "nats")
         self._write("heldout_loss", result.heldout_loss, "nats", spread=spread)
@@ -256,7 +256,7 @@ class TrainingRun:
         if done % config.log_every == 0 or self.is_complete:
             self._log(self._figures(metrics, clock))
         if config.evaluate_every and done % config.evaluate_every == 0:
-            loss = statistics.fmean(self._heldout_losses())
+            loss = statistics.fmean(self.heldout_losses())
             self._log({"heldout_loss": (loss, "nats")})
         self._save()
 
@@ -300,7 +300,8 @@ class TrainingRun:
         self._checkpoints.save(Snapshot(self.state, self._position or {}, losses))
         self._saved = done
 
-    def _heldout_losses(self) -> list[float]:
+    def heldout_losses(self) -> list[float]:
+        """The loss of every held-out batch with the parameters as they are now."""
         sizes, source, rows = self.config.data, self.runs.source, self._feeder.rows
         losses = []
         for index in range(sizes.heldout_batches):
