@@ -21,8 +21,8 @@ from echo_jax.devices import (
     Device,
     tensor_mesh,
     use_compilation_cache,
-    use_cpu_devices,
 )
+from echo_jax.devices import use_cpu_devices as use_cpu_devices
 from echo_jax.models.generation import (
     GenerationConfig,
     bucket,
@@ -33,26 +33,13 @@ from echo_jax.models.generation import (
 from echo_jax.models.loading import LoadedModel, load
 from echo_jax.models.tokenizer import TextStream, TextTokenizer, load_tokenizer
 from echo_jax.plan import DepthPlan
-from echo_jax.records import RecordWriter
-from echo_jax.training.config import TrainConfig, Variant
-from echo_jax.training.loop import Comparison, compare, prepare
-from echo_jax.training.report import plot_curves, summary_table
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Train:
-    """Train a small decoder with exact and with 4-bit all-reduces, and compare.
-
-    Without arguments: on the CPU, 2 data x 4 tensor ranks, the source of Python's
-    standard library, a few minutes.
-    """
-
-    config: tyro.conf.OmitArgPrefixes[TrainConfig] = TrainConfig()
-    out: pathlib.Path | None = None
-    """Folder for metrics.jsonl and curves.png; default runs/train-SEED. A folder that
-    holds a run already is refused."""
-    device: Device = "cpu"
-    """cpu simulates as many devices as the mesh has; default takes JAX's own."""
+from echo_jax.training.command import (
+    PrepareText,
+    Train,
+    prepare_text,
+    prepare_training,
+    saved_defaults,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -99,13 +86,19 @@ class Generate:
     config: tyro.conf.OmitArgPrefixes[EchoConfig] = EchoConfig()
 
 
-Command = (
-    Annotated[Train, tyro.conf.subcommand("train")]
-    | Annotated[Generate, tyro.conf.subcommand("generate")]
-    | Annotated[Evaluate, tyro.conf.subcommand("evaluate")]
-    | Annotated[Bench, tyro.conf.subcommand("bench")]
-    | Annotated[Explain, tyro.conf.subcommand("explain")]
-)
+Command = Train | PrepareText | Generate | Evaluate | Bench | Explain
+
+
+def _command(defaults: Train):
+    """The command line: one subcommand for each class."""
+    return (
+        Annotated[Train, tyro.conf.subcommand("train", default=defaults)]
+        | Annotated[PrepareText, tyro.conf.subcommand("prepare")]
+        | Annotated[Generate, tyro.conf.subcommand("generate")]
+        | Annotated[Evaluate, tyro.conf.subcommand("evaluate")]
+        | Annotated[Bench, tyro.conf.subcommand("bench")]
+        | Annotated[Explain, tyro.conf.subcommand("explain")]
+    )
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -124,7 +117,9 @@ def main(arguments: list[str] | None = None) -> int:
 def _run(arguments: list[str] | None) -> int:
     """Errors of the arguments are one line; what comes later shows where."""
     try:
-        command = tyro.cli(Command, prog="echo-jax", args=arguments)
+        arguments = sys.argv[1:] if arguments is None else arguments
+        kind = _command(saved_defaults(arguments))
+        command: Command = tyro.cli(kind, prog="echo-jax", args=arguments)
         if isinstance(command, Explain):
             finish = _explain(command)
         elif isinstance(command, Generate):
@@ -133,8 +128,10 @@ def _run(arguments: list[str] | None) -> int:
             finish = prepare_evaluation(command, _loading_bar)
         elif isinstance(command, Bench):
             finish = bench(command, _loading_bar)
+        elif isinstance(command, PrepareText):
+            finish = prepare_text(command)
         else:
-            finish = _prepare_training(command)
+            finish = prepare_training(command)
     except (ValueError, OSError) as error:
         print(f"echo-jax: {error}", file=sys.stderr)
         return 2
@@ -151,42 +148,6 @@ def _explain(command: Explain) -> Callable[[], int]:
         return 0
 
     return finish
-
-
-def _prepare_training(command: Train) -> Callable[[], int]:
-    """Checks everything that can be wrong; the rest is for the function returned."""
-    config = command.config
-    if command.device == "cpu":
-        use_cpu_devices(config.mesh.size)
-    folder = command.out or pathlib.Path("runs", f"train-{config.seed}")
-    if (folder / "metrics.jsonl").exists():
-        raise ValueError(
-            f"{folder} holds a run already: choose another folder with --out, or "
-            "remove it."
-        )
-    runs = prepare(config)
-    folder.mkdir(parents=True, exist_ok=True)
-    return functools.partial(_train, runs, folder)
-
-
-def _train(runs: Comparison, folder: pathlib.Path) -> int:
-    console, config = Console(), runs.config
-    console.print(
-        f"{config.model.num_layers} layers of width {config.model.width} on a mesh of "
-        f"{config.mesh.data_ranks} data x {config.mesh.tensor_ranks} tensor ranks; "
-        f"{config.steps} steps of {config.data.batch_size} x {config.data.length} "
-        f"bytes of {runs.training.size:,} for each of {', '.join(config.variants)}. "
-        "Ctrl-C stops and keeps what was measured."
-    )
-    metrics, curves = folder / "metrics.jsonl", folder / "curves.png"
-    with _progress(config, console) as advance:
-        results, stopped = compare(runs, RecordWriter(metrics), advance)
-    console.print(summary_table(results, config.model.dtype))
-    plot_curves(results, curves)
-    console.print(f"Figures in {metrics}, curves in {curves}.")
-    if stopped:
-        console.print("Stopped by Ctrl-C: a dash marks what was not measured.")
-    return 130 if stopped else 0
 
 
 def _prepare_generation(command: Generate) -> Callable[[], int]:
@@ -276,28 +237,6 @@ def _loading_bar(console: Console):
     with progress.Progress(*columns, console=console) as bar:
         task = bar.add_task("loading")
         yield lambda done, total: bar.update(task, completed=done, total=total)
-
-
-@contextlib.contextmanager
-def _progress(config: TrainConfig, console: Console):
-    """A bar for each variant; yields the function that advances them."""
-    columns = (
-        progress.TextColumn("{task.description:>12}"),
-        progress.BarColumn(),
-        progress.MofNCompleteColumn(),
-        progress.TimeElapsedColumn(),
-        progress.TimeRemainingColumn(),
-        progress.TextColumn("loss {task.fields[loss]}"),
-    )
-    with progress.Progress(*columns, console=console) as bar:
-        new = functools.partial(bar.add_task, total=config.steps, loss="-")
-        tasks = {name: new(name, start=False) for name in config.variants}
-
-        def advance(variant: Variant, done: int, loss: float) -> None:
-            bar.start_task(tasks[variant])
-            bar.update(tasks[variant], completed=done, loss=f"{loss:.4f}")
-
-        yield advance
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ class SummaryWriter(RecordWriter):
     """Leaves out the losses of single steps."""
 
     def write(self, record: Record) -> None:
-        if record.metric != "train_loss":
+        if "step" not in record.config:
             renamed = dataclasses.replace(record, experiment="train_seeds")
             super().write(renamed)
 

@@ -1,5 +1,7 @@
+import json
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -42,6 +44,43 @@ def test_train_writes_table_picture_and_figures(tmp_path):
     assert "holds a run already" in again.stderr
 
 
+def test_a_run_is_resumed_with_its_own_configuration(tmp_path):
+    options = [*TINY, "--variants", "echo", "--checkpoint-every", "2", "--out", "r"]
+    done = run("train", "--steps", "4", *options, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    again = run("train", "--out", "r", "--resume", "--log-every", "3", cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+    assert "goes on after step 4" in again.stdout
+    other = run("train", "--out", "r", "--resume", "--bits", "3", cwd=tmp_path)
+    assert other.returncode == 2
+    assert "format.bits was 4, is 3" in other.stderr
+    assert "Traceback" not in other.stderr
+    copy = run(
+        *("train", "--config", "r/config.json", "--out", "s", "--bits", "3"),
+        cwd=tmp_path,
+    )
+    assert copy.returncode == 0, copy.stderr
+    saved = json.loads((tmp_path / "s" / "config.json").read_text())
+    assert saved["format"]["bits"] == 3
+    assert saved["steps"] == 4
+
+
+def test_prepared_text_is_trained_on(tmp_path):
+    (tmp_path / "a.txt").write_text("some words of text, again and again\n" * 5000)
+    done = run(
+        *("prepare", "a.txt", "--out", "tokens", "--vocab-size", "270"), cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    (vocab_size,) = re.findall(r"--vocab-size (\d+)", done.stdout)
+    options = ["train", "--data", "tokens", "--steps", "2", *TINY, "--variants", "echo"]
+    wrong = run(*options, cwd=tmp_path)
+    assert wrong.returncode == 2
+    assert f"--vocab-size {vocab_size}" in wrong.stderr
+    done = run(*options, "--vocab-size", vocab_size, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "nats/token" in done.stdout
+
+
 def test_ctrl_c_keeps_what_was_measured(tmp_path):
     command = [sys.executable, "-m", "echo_jax.cli", "train", "--steps", "100000"]
     command += [*TINY, "--log-every", "1"]
@@ -73,6 +112,12 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path):
         (["train", "--bits", "5"], "bits=5"),
         (["explain", "8", "64", "--ranks", "0"], "axis_size=0"),
         (["generate", "a", "--model", "missing"], "missing does not exist"),
+        (["train", "--accumulate", "3"], "3 parts of a step"),
+        (["train", "--config", "missing.json"], "missing.json cannot be read"),
+        (["train", "--resume"], "--resume needs checkpoints"),
+        (["train", "--steps-per-call", "3"], "must be a multiple"),
+        (["prepare", "missing", "--out", "made"], "missing does not exist"),
+        (["train", "--processes", "2"], "processes=2"),
     ],
 )
 def test_a_wrong_argument_is_one_clear_line(arguments, words, tmp_path):

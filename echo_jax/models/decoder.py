@@ -174,13 +174,16 @@ class Decoder(nnx.Module):
         The vocabulary's sums, the embedding's forward and the readout's backward, go
         by ``plan.vocab``; they are the first of either direction.
         """
+        stream, residual = self.run_layers(tokens, plan=plan)
+        return self._logits(stream, residual, plan), residual
+
+    def run_layers(
+        self, tokens: Int[Array, "batch length"], *, plan: DepthPlan
+    ) -> tuple[AnyFloat, Residual | None]:
+        """The stream ``(batch, length, width)`` behind the last layer, what is owed."""
         plan = plan.bind(self.config.num_calls)
         stream, residual = self._start(self.embed(tokens), plan)
-        stream, residual = self._run_layers(stream, residual, plan)
-        x, owed = echo_pvary(
-            stream, residual, self.axis_name, config=plan.backward.vocab
-        )
-        return self.read_out(x), owed
+        return self._run_layers(stream, residual, plan)
 
     def extend(
         self,
@@ -229,9 +232,21 @@ class Decoder(nnx.Module):
         plan: DepthPlan,
     ) -> tuple[Float[Array, ""], Residual | None]:
         """Mean cross entropy in nats over this rank's batch, and what is still owed."""
-        logits, residual = self(tokens, plan=plan)
+        loss, _, residual = self.loss_and_stream(tokens, targets, plan=plan)
+        return loss, residual
+
+    def loss_and_stream(
+        self,
+        tokens: Int[Array, "batch length"],
+        targets: Int[Array, "batch length"],
+        *,
+        plan: DepthPlan,
+    ) -> tuple[Float[Array, ""], AnyFloat, Residual | None]:
+        """As :meth:`loss`, with the stream behind the last layer between the two."""
+        stream, residual = self.run_layers(tokens, plan=plan)
+        logits = self._logits(stream, residual, plan)
         losses = vocab_parallel_cross_entropy(logits, targets, self.axis_name)
-        return jnp.mean(losses), residual
+        return jnp.mean(losses), stream, residual
 
     @classmethod
     def _stack_layers(cls, config: DecoderConfig, axis_name: str, rngs: nnx.Rngs):
@@ -249,6 +264,12 @@ class Decoder(nnx.Module):
         owing = plan.residual_config(partial.shape, partial.dtype)
         residual = init_residual(partial, self.axis_name, config=owing)
         return echo_psum(partial, residual, self.axis_name, config=plan.vocab)
+
+    def _logits(self, stream: AnyFloat, residual: Residual | None, plan: DepthPlan):
+        """Logits from the stream; the first sum of the backward pass stands here."""
+        config = plan.bind(self.config.num_calls).backward.vocab
+        x, _ = echo_pvary(stream, residual, self.axis_name, config=config)
+        return self.read_out(x)
 
     def read_out(self, x: AnyFloat, out_dtype=None) -> AnyFloat:
         """This rank's logits from the stream behind the last layer.

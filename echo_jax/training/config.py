@@ -6,12 +6,15 @@ from typing import Annotated, Literal
 
 import tyro
 
-from echo_jax.config import EchoConfig
+from echo_jax.config import Backend, EchoConfig, ResidualDtype
 from echo_jax.models import DecoderConfig
 from echo_jax.plan import DepthPlan
+from echo_jax.training.gradient_plan import GradientSyncConfig
 from echo_jax.wire import WireFormat
 
-Variant = Literal["exact", "echo", "no-feedback"]
+# exact; echo both ways; echo forward and exact backward; echo with 8 bits at the ends;
+# the codec alone.
+Variant = Literal["exact", "echo", "forward-only", "edges", "no-feedback"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -20,6 +23,8 @@ class MeshConfig:
 
     data_ranks: int = 2  # ranks that split the batch
     tensor_ranks: int = 4  # ranks that split every layer
+    # All ranks on one device by vmap, the same code: for a parity test on one GPU.
+    simulated: bool = False
 
     def __post_init__(self):
         if min(self.data_ranks, self.tensor_ranks) < 1:
@@ -31,14 +36,19 @@ class MeshConfig:
     @property
     def size(self) -> int:
         """Devices that the mesh takes."""
-        return self.data_ranks * self.tensor_ranks
+        return 1 if self.simulated else self.data_ranks * self.tensor_ranks
+
+    def __str__(self) -> str:
+        kind = "simulated " if self.simulated else ""
+        return f"{self.data_ranks} data x {self.tensor_ranks} {kind}tensor ranks"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Which text is read, byte by byte, and in what pieces."""
+    """Which text is read, and in what pieces."""
 
-    # File or folder of text; None: the source of Python's standard library.
+    # A folder of `echo-jax prepare`, read by its tokens; or a file or folder of text,
+    # read byte by byte; None: the source of Python's standard library.
     path: Annotated[pathlib.Path | None, tyro.conf.arg(name="data")] = None
     batch_size: int = 16  # sequences in a step, over all ranks
     length: int = 128  # tokens in a sequence
@@ -52,14 +62,19 @@ class DataConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW with clipping, warm-up and cosine decay."""
+    """AdamW with clipping, warm-up and decay."""
 
     learning_rate: float = 4e-3  # at the end of the warm-up
+    schedule: Literal["cosine", "wsd"] = "cosine"  # wsd: warm up, stay, decay linearly
     warmup: float = 0.1  # share of the steps over which the rate grows from zero
+    decay: float = 0.2  # of wsd: share of the steps, the last ones, of the decay
     final: float = 0.1  # the rate at the last step, as a share of the highest
     weight_decay: float = 0.1  # of matrices; vectors do not decay
     beta2: float = 0.98  # decay of the second moment
     clip: float = 1.0  # largest global norm of the gradient
+    # Equal parts of a batch that run one after the other, their gradients averaged:
+    # the step of a large batch in the memory of a small one.
+    accumulate: int = 1
 
     def __post_init__(self):
         if not self.learning_rate > 0 or not self.clip > 0:
@@ -72,10 +87,40 @@ class OptimizerConfig:
                 f"warmup={self.warmup} and final={self.final} are shares from 0 to 1; "
                 "warmup is less than 1."
             )
+        if self.schedule not in ("cosine", "wsd"):
+            raise ValueError(f"schedule={self.schedule!r} must be 'cosine' or 'wsd'.")
+        if not 0 <= self.decay <= 1 - self.warmup:
+            raise ValueError(
+                f"decay={self.decay} is a share of the steps from 0 to what "
+                f"warmup={self.warmup} leaves."
+            )
         if not 0 <= self.beta2 < 1 or not self.weight_decay >= 0:
             raise ValueError(
                 f"beta2={self.beta2} must be from 0 to under 1 and "
                 f"weight_decay={self.weight_decay} at least 0."
+            )
+        if self.accumulate < 1:
+            raise ValueError(f"accumulate={self.accumulate} must be at least 1.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """Where a run is saved, and how often."""
+
+    # A folder for each variant in it; None: `checkpoints` beside the metrics.
+    folder: Annotated[pathlib.Path | None, tyro.conf.arg(name="checkpoint-folder")] = (
+        None
+    )
+    # Steps between two checkpoints; the last step is saved too. 0: none at all.
+    every: Annotated[int, tyro.conf.arg(name="checkpoint-every")] = 0
+    # Newest checkpoints that stay; an unreadable one falls back to the one before.
+    keep: Annotated[int, tyro.conf.arg(name="checkpoints-kept")] = 3
+
+    def __post_init__(self):
+        if self.every < 0 or self.keep < 1:
+            raise ValueError(
+                f"checkpoint_every={self.every} must be at least 0 and "
+                f"checkpoints_kept={self.keep} at least 1."
             )
 
 
@@ -87,28 +132,38 @@ class TrainConfig:
     data: DataConfig = DataConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     mesh: MeshConfig = MeshConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
     format: WireFormat = WireFormat()  # of the echo runs
     vocab_bits: int = 8  # of the vocabulary's two sums in the echo runs
+    residual_dtype: ResidualDtype = (
+        "bfloat16"  # in which the echo runs keep what is owed
+    )
+    backend: Backend = "auto"  # that makes what travels
+    # Of gradients over the data axis, in every run, errors repaid a step later; None:
+    # exact, in float32.
+    gradient_bits: int | None = None
     variants: tuple[Variant, ...] = ("exact", "echo", "no-feedback")
     steps: int = 200  # optimizer steps of each run
+    # Steps that the device takes before it reports: saves the way to the host where
+    # a step is short.
+    steps_per_call: int = 1
     log_every: int = 10  # steps between two records
+    evaluate_every: int = 0  # steps between two held-out losses; 0: only at the end
+    tensorboard: bool = False  # write metrics for TensorBoard too
     seed: int = 0  # of the parameters and the order of the text
 
     def __post_init__(self):
-        if self.steps < 1 or self.log_every < 1:
-            raise ValueError(
-                f"steps={self.steps} and log_every={self.log_every} must be at least 1."
-            )
-        if self.seed < 0:
-            raise ValueError(f"seed={self.seed} must be at least 0.")
+        self._check_counts()
         if not self.variants or len(set(self.variants)) != len(self.variants):
             raise ValueError(
                 f"variants={self.variants} must name at least one, each once."
             )
-        if self.data.batch_size % self.mesh.data_ranks:
+        parts = self.mesh.data_ranks * self.optimizer.accumulate
+        if self.data.batch_size % parts:
             raise ValueError(
                 f"batch_size={self.data.batch_size} cannot be split over "
-                f"{self.mesh.data_ranks} data ranks: use a multiple of it."
+                f"{self.mesh.data_ranks} data ranks x {self.optimizer.accumulate} "
+                f"parts of a step: use a multiple of {parts}."
             )
         if self.model.vocab_size < 256:
             raise ValueError(
@@ -117,13 +172,58 @@ class TrainConfig:
             )
         self.model.check_ranks(self.mesh.tensor_ranks)
         self.plan("echo")  # refuses bits that no format has
+        self.gradient_sync()
+
+    def _check_counts(self) -> None:
+        for name in ("steps", "log_every", "steps_per_call"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")
+        if self.seed < 0 or self.evaluate_every < 0:
+            raise ValueError(
+                f"seed={self.seed} and evaluate_every={self.evaluate_every} must be "
+                "at least 0."
+            )
+        counts = {
+            "steps": self.steps,
+            "log_every": self.log_every,
+            "evaluate_every": self.evaluate_every,
+            "checkpoint_every": self.checkpoint.every,
+        }
+        for name, count in counts.items():
+            if count % self.steps_per_call:
+                raise ValueError(
+                    f"{name}={count} must be a multiple of "
+                    f"steps_per_call={self.steps_per_call}: between two calls nothing "
+                    "comes back from the device."
+                )
 
     def plan(self, variant: Variant) -> DepthPlan:
         """The all-reduces of one variant, the small ones through the codec too."""
         config = EchoConfig(
-            format=self.format, min_bytes=0, feedback=variant != "no-feedback"
+            format=self.format,
+            min_bytes=0,
+            feedback=variant != "no-feedback",
+            residual_dtype=self.residual_dtype,
+            backend=self.backend,
         )
-        return DepthPlan.uniform(
-            config.exact() if variant == "exact" else config,
-            vocab_bits=self.vocab_bits,
+        exact = DepthPlan.uniform(config.exact(), vocab_bits=self.vocab_bits)
+        if variant == "exact":
+            return exact
+        if variant == "edges":
+            return DepthPlan.edges(config, vocab_bits=self.vocab_bits)
+        plan = DepthPlan.uniform(config, vocab_bits=self.vocab_bits)
+        return plan.with_backward(exact) if variant == "forward-only" else plan
+
+    def gradient_sync(self) -> GradientSyncConfig | None:
+        """How gradients cross the data axis; None for exact sums."""
+        if self.gradient_bits is None:
+            return None
+        fmt = dataclasses.replace(self.format, bits=self.gradient_bits)
+        sums = EchoConfig(
+            format=fmt,
+            min_bytes=0,
+            residual_dtype=self.residual_dtype,
+            backend=self.backend,
         )
+        # The step itself keeps its whole state where a gradient is not finite.
+        return GradientSyncConfig(sums=sums, keep_on_nonfinite=False)

@@ -1,8 +1,10 @@
 """Text as bytes: reading it, holding a part out, drawing batches."""
 
+import hashlib
 import os
 import pathlib
 import sysconfig
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int32, UInt8
@@ -97,6 +99,75 @@ def heldout_batch(text: Tokens, *, sizes: DataConfig, index: int) -> Batch:
     starts = np.linspace(0, text.size - sizes.length - 1, total).astype(int)
     starts = starts[index :: sizes.heldout_batches]
     return text[starts[:, None] + np.arange(sizes.length + 1)].astype(np.int32)
+
+
+class ByteText:
+    """Text read byte by byte, in memory; batches from random places.
+
+    Args:
+      path: what to read, as :func:`read_text` takes it.
+      length: of a sequence.
+
+    Raises:
+      ValueError: if there is too little text.
+    """
+
+    unit = "byte"
+    vocab_size = 256
+
+    def __init__(self, path: pathlib.Path | None, length: int):
+        """See the class."""
+        self.training, self.heldout = split_heldout(read_text(path), length)
+
+    @property
+    def training_size(self) -> int:
+        """Bytes that are trained on."""
+        return self.training.size
+
+    @property
+    def checksum(self) -> str:
+        """Of everything that a batch depends on."""
+        text = self.training.tobytes() + self.heldout.tobytes()
+        return hashlib.sha256(text).hexdigest()
+
+    def batches(self, sizes: DataConfig, seed: int, rows: slice) -> "ByteBatches":
+        """Batches for ever, each a function of the seed and its number alone.
+
+        Args:
+          sizes: of a batch.
+          seed: of the order.
+          rows: the part of each batch that this process reads.
+        """
+        return ByteBatches(self.training, sizes, seed, rows)
+
+    def heldout_batch(self, sizes: DataConfig, index: int, rows: slice) -> Batch:
+        """One of ``sizes.heldout_batches``, spread evenly over what is held out."""
+        return heldout_batch(self.heldout, sizes=sizes, index=index)[rows]
+
+
+class ByteBatches:
+    """The batches of a :class:`ByteText`, with a place that can be kept."""
+
+    def __init__(self, text: Tokens, sizes: DataConfig, seed: int, rows: slice):
+        """See the class."""
+        self.text, self.sizes, self.seed, self.rows = text, sizes, seed, rows
+        self.step = 0
+
+    def __iter__(self) -> "ByteBatches":
+        return self
+
+    def __next__(self) -> Batch:
+        batch = draw_batch(self.text, sizes=self.sizes, seed=self.seed, step=self.step)
+        self.step += 1
+        return batch[self.rows]
+
+    def get_state(self) -> dict[str, Any]:
+        """The place, as JSON can hold it."""
+        return {"next_index": self.step}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Goes on from a place."""
+        self.step = state["next_index"]
 
 
 def _text_files(root: pathlib.Path, skipped: tuple[str, ...]) -> list[pathlib.Path]:

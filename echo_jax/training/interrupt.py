@@ -4,10 +4,11 @@ import signal
 import sys
 import threading
 from types import FrameType, TracebackType
+from typing import Any
 
 
 class Interrupt:
-    """Turns the first Ctrl-C into a flag; the second raises as usual.
+    """Turns the first Ctrl-C or SIGTERM into a flag; the second raises as usual.
 
     Example:
         >>> with Interrupt() as interrupt:
@@ -18,11 +19,12 @@ class Interrupt:
     def __init__(self):
         """See the class."""
         self.requested = False
-        self._previous = None
+        self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> "Interrupt":
         if threading.current_thread() is threading.main_thread():
-            self._previous = signal.signal(signal.SIGINT, self._request)
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._previous[number] = signal.signal(number, self._request)
         return self
 
     def __exit__(
@@ -31,8 +33,8 @@ class Interrupt:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._previous is not None:
-            signal.signal(signal.SIGINT, self._previous)
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
 
     def _request(self, number: int, frame: FrameType | None) -> None:
         if self.requested:

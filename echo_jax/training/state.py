@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from echo_jax.layers.partitioning import (
     Params,
@@ -15,9 +15,9 @@ from echo_jax.layers.partitioning import (
     split_module,
 )
 from echo_jax.models import Decoder, DecoderConfig
-from echo_jax.training.config import MeshConfig, OptimizerConfig
-
-AXES = ("data", "tensor")
+from echo_jax.training.gradient_plan import GradientSyncConfig
+from echo_jax.training.gradient_sync import GradientSync
+from echo_jax.training.ranks import AXES, AnyMesh, on_ranks, placement
 
 
 class TrainState(NamedTuple):
@@ -26,6 +26,8 @@ class TrainState(NamedTuple):
     step: Any  # steps taken, a scalar
     params: Any  # nested dict of arrays, cut over the tensor axis
     opt_state: Any  # the optimizer's, cut like the parameters
+    key: Any = None  # data of a random key, for what draws during training
+    gradient_residual: Any = None  # GradientSyncState of a sync in few bits; or None
 
 
 class ModelParts(NamedTuple):
@@ -34,75 +36,55 @@ class ModelParts(NamedTuple):
     graphdef: nnx.GraphDef  # its structure
     specs: Specs  # how its parameters are cut
     shardings: TrainState  # where each leaf of its training state lies
-
-
-def make_mesh(config: MeshConfig) -> Mesh:
-    """A mesh of (data, tensor) ranks over the first devices.
-
-    Raises:
-      ValueError: if there are not enough devices.
-    """
-    needed = config.size
-    if jax.device_count() < needed:
-        raise ValueError(
-            f"a mesh of {config.data_ranks} data x {config.tensor_ranks} tensor ranks "
-            f"needs {needed} devices, {jax.device_count()} are here: choose a smaller "
-            "mesh, or --device cpu, which simulates them."
-        )
-    return jax.make_mesh(
-        (config.data_ranks, config.tensor_ranks),
-        AXES,
-        axis_types=(AxisType.Auto,) * 2,
-        devices=jax.devices()[:needed],
-    )
-
-
-def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
-    """AdamW behind a clip of the global norm, with warm-up and cosine decay."""
-    warmup = max(1, int(config.warmup * steps))
-    schedule = optax.warmup_cosine_decay_schedule(
-        config.learning_rate / warmup,  # no step at rate zero
-        config.learning_rate,
-        warmup,
-        warmup + max(1, steps - warmup),
-        config.learning_rate * config.final,
-    )
-    return optax.chain(
-        optax.clip_by_global_norm(config.clip),
-        optax.adamw(
-            schedule,
-            b2=config.beta2,
-            weight_decay=config.weight_decay,
-            mask=_decays,
-        ),
-    )
+    sync: GradientSync | None = None  # of gradients over the data axis; None: exact
 
 
 def create_state(
     config: DecoderConfig,
     optimizer: optax.GradientTransformation,
-    mesh: Mesh,
+    mesh: AnyMesh,
     seed: int,
+    *,
+    gradients: GradientSyncConfig | None = None,
 ) -> tuple[TrainState, ModelParts]:
-    """Draws the parameters straight onto the mesh, the same for every mesh."""
+    """Draws the parameters straight onto the mesh, the same for every mesh.
 
-    def build():
-        return Decoder(config, rngs=nnx.Rngs(seed))
+    Args:
+      config: the decoder.
+      optimizer: from ``make_optimizer``, or any other.
+      mesh: from ``make_mesh``.
+      seed: of the parameters.
+      gradients: how gradients cross the data axis; None for exact sums.
+    """
+    _, parts = state_shapes(config, optimizer, mesh, seed, gradients=gradients)
+    init = _initializer(config, optimizer, mesh, seed, parts.sync)
+    return jax.jit(init, out_shardings=parts.shardings)(), parts
 
-    graphdef, _, specs = split_module(jax.eval_shape(build))
 
-    def init() -> TrainState:
-        _, params, _ = split_module(build())
-        return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
+def state_shapes(
+    config: DecoderConfig,
+    optimizer: optax.GradientTransformation,
+    mesh: AnyMesh,
+    seed: int,
+    *,
+    gradients: GradientSyncConfig | None = None,
+) -> tuple[TrainState, ModelParts]:
+    """As :func:`create_state`, with shapes in the place of arrays: costs no memory."""
+    module = jax.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(seed)))
+    graphdef, _, specs = split_module(module)
+    sync = None
+    if gradients is not None:
+        sync = GradientSync(config=gradients, specs=specs)
+    shapes = jax.eval_shape(_initializer(config, optimizer, mesh, seed, sync))
+    placed = state_shardings(shapes, specs, mesh)
+    return shapes, ModelParts(graphdef, specs, placed, sync)
 
-    placed = state_shardings(jax.eval_shape(init), specs, mesh)
-    return jax.jit(init, out_shardings=placed)(), ModelParts(graphdef, specs, placed)
 
-
-def state_shardings(state: TrainState, specs: Specs, mesh: Mesh) -> TrainState:
+def state_shardings(state: TrainState, specs: Specs, mesh: AnyMesh) -> TrainState:
     """Where each leaf of a state lies: optimizer moments beside their parameters."""
-    whole = NamedSharding(mesh, PartitionSpec())
-    cut = shardings(specs, mesh)
+    whole = NamedSharding(placement(mesh), PartitionSpec())
+    of_ranks = NamedSharding(placement(mesh), PartitionSpec(AXES))
+    cut = shardings(specs, placement(mesh))
     opt_state = optax.tree_utils.tree_map_params(
         lambda params: state.opt_state,
         lambda _, sharding: sharding,
@@ -110,11 +92,31 @@ def state_shardings(state: TrainState, specs: Specs, mesh: Mesh) -> TrainState:
         cut,
         transform_non_params=lambda _: whole,
     )
-    return TrainState(whole, cut, opt_state)
+    owed = jax.tree.map(lambda _: of_ranks, state.gradient_residual)
+    return TrainState(whole, cut, opt_state, whole, owed)
 
 
-def _decays(params: Params) -> Params:
-    """Weight decay acts on matrices; the scales of norms are left alone."""
-    return jax.tree_util.tree_map_with_path(
-        lambda path, _: path[-1].key not in ("scale", "bias"), params
+def fresh_residual(params: Params, parts: ModelParts, mesh: AnyMesh) -> Any:
+    """What a gradient sync owes before its first step; None where nothing is."""
+    if parts.sync is None:
+        return None
+    init = on_ranks(
+        parts.sync.init, mesh, in_specs=(parts.specs,), out_specs=PartitionSpec(AXES)
     )
+    where = parts.shardings.gradient_residual
+    return jax.jit(init, out_shardings=where)(params)
+
+
+def _initializer(config: DecoderConfig, optimizer, mesh: AnyMesh, seed: int, sync):
+    def init() -> TrainState:
+        _, params, specs = split_module(Decoder(config, rngs=nnx.Rngs(seed)))
+        step, key = jnp.zeros((), jnp.int32), jax.random.key_data(jax.random.key(seed))
+        owed = None
+        if sync is not None:
+            start = on_ranks(
+                sync.init, mesh, in_specs=(specs,), out_specs=PartitionSpec(AXES)
+            )
+            owed = start(params)
+        return TrainState(step, params, optimizer.init(params), key, owed)
+
+    return init

@@ -1,19 +1,21 @@
 """One step of training, and of evaluation, over a (data, tensor) mesh."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
+from echo_jax import axes
 from echo_jax import residual as residuals
 from echo_jax.layers.partitioning import merge_module
 from echo_jax.plan import DepthPlan
 from echo_jax.residual import Residual
-from echo_jax.training.state import AXES, ModelParts, TrainState
+from echo_jax.training.ranks import AXES, AnyMesh, on_ranks
+from echo_jax.training.state import ModelParts, TrainState
 
 
 class StepMetrics(NamedTuple):
@@ -23,45 +25,75 @@ class StepMetrics(NamedTuple):
     grad_norm: jax.Array  # global norm of the gradient, before the clip
     residual_send: jax.Array  # root mean square of what senders owe after the forward
     residual_reduce: jax.Array  # and of what the summing ranks owe
+    stream: jax.Array  # root mean square of the stream behind the last layer
+    skipped: jax.Array  # 1 where the gradient was not finite: the state stayed
+
+
+# Averages gradients over the data axis, on every rank. In: gradients of the rank's own
+# part of the batch, and its part of ``TrainState.gradient_residual``. Out: the
+# averages, and what is owed now. ``GradientSync.update`` is one.
+SyncFunction = Callable[[Any, Any], tuple[Any, Any]]
+
+
+def exact_mean(gradients: Any, residual: Any) -> tuple[Any, Any]:
+    """The sync that rounds nothing and owes nothing."""
+    return lax.pmean(gradients, "data"), residual
 
 
 def make_train_step(
     parts: ModelParts,
-    mesh: Mesh,
+    mesh: AnyMesh,
     optimizer: optax.GradientTransformation,
     plan: DepthPlan,
+    *,
+    accumulate: int = 1,
+    sync: SyncFunction | None = None,
 ) -> Callable[[TrainState, jax.Array], tuple[TrainState, StepMetrics]]:
     """A jitted ``(state, tokens (batch, length + 1)) -> (state, metrics)``.
 
-    The gradient is taken inside the ``shard_map``, where types are tracked: sums over
-    data ranks of replicated parameters' gradients are exact and automatic. The state
-    is donated.
+    Each data rank takes the gradient of its own part of the batch, inside the
+    ``shard_map``, where types are tracked; ``sync`` averages them, once a step. A step
+    whose gradient is not finite changes nothing but the count of steps, what
+    ``sync`` owes included. The state is donated.
+
+    Args:
+      parts: from ``create_state``.
+      mesh: from ``make_mesh``.
+      optimizer: from ``make_optimizer``, or any other.
+      plan: the configurations of the model's all-reduces.
+      accumulate: equal parts of each rank's batch that run one after the other.
+      sync: how gradients cross the data axis; None for ``parts.sync``, or else exact
+        means. Its residual is ``state.gradient_residual``, cut over both axes along
+        the first dimension.
     """
-
-    def local_loss(params, tokens):
-        model = merge_module(parts.graphdef, params)
-        loss, residual = model.loss(tokens[:, :-1], tokens[:, 1:], plan=plan)
-        return lax.pmean(loss, "data"), _mean_residual(residual)
-
-    gradient = jax.shard_map(
-        jax.value_and_grad(local_loss, has_aux=True),
-        mesh=mesh,
-        in_specs=(parts.specs, PartitionSpec("data")),
-        out_specs=((PartitionSpec(), PartitionSpec()), parts.specs),
-    )
-
-    def step(state: TrainState, tokens: jax.Array):
-        (loss, owed), grads = gradient(state.params, tokens)
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
-        metrics = StepMetrics(loss, optax.tree.norm(grads), *owed)
-        return TrainState(state.step + 1, params, opt_state), metrics
-
+    step = _step_of(parts, mesh, optimizer, plan, accumulate, sync)
     # Where the state came from it goes back to: the second step finds its program.
     return jax.jit(step, donate_argnums=0, out_shardings=(parts.shardings, None))
 
 
-def make_eval_step(parts: ModelParts, mesh: Mesh, plan: DepthPlan) -> Callable:
+def make_train_steps(
+    parts: ModelParts,
+    mesh: AnyMesh,
+    optimizer: optax.GradientTransformation,
+    plan: DepthPlan,
+    *,
+    accumulate: int = 1,
+    sync: SyncFunction | None = None,
+) -> Callable[[TrainState, jax.Array], tuple[TrainState, StepMetrics]]:
+    """As :func:`make_train_step` for several steps in one call.
+
+    Takes ``tokens (steps, batch, length + 1)``; each metric has a leading axis of
+    steps.
+    """
+    step = _step_of(parts, mesh, optimizer, plan, accumulate, sync)
+
+    def steps(state: TrainState, tokens: jax.Array):
+        return lax.scan(step, state, tokens)
+
+    return jax.jit(steps, donate_argnums=0, out_shardings=(parts.shardings, None))
+
+
+def make_eval_step(parts: ModelParts, mesh: AnyMesh, plan: DepthPlan) -> Callable:
     """A jitted ``(params, tokens (batch, length + 1)) -> loss``."""
 
     def local_loss(params, tokens):
@@ -70,19 +102,91 @@ def make_eval_step(parts: ModelParts, mesh: Mesh, plan: DepthPlan) -> Callable:
         return lax.pmean(loss, "data")
 
     return jax.jit(
-        jax.shard_map(
+        on_ranks(
             local_loss,
-            mesh=mesh,
+            mesh,
             in_specs=(parts.specs, PartitionSpec("data")),
             out_specs=PartitionSpec(),
         )
     )
 
 
-def _mean_residual(residual: Residual | None) -> tuple[jax.Array, jax.Array]:
-    """Root mean square over all ranks of both parts of what is owed."""
-    if residual is None:
-        return jnp.zeros(()), jnp.zeros(())
-    norms = residuals.norms(residual)
-    means = lax.pmean((norms["send"] ** 2, norms["reduce"] ** 2), AXES)
-    return jnp.sqrt(means[0]), jnp.sqrt(means[1])
+def _step_of(parts, mesh, optimizer, plan, accumulate, sync):
+    """The step as a plain function, to be jitted or scanned."""
+    if sync is None:
+        sync = exact_mean if parts.sync is None else parts.sync.update
+    gradient = on_ranks(
+        _local_gradient(parts, plan, accumulate, sync),
+        mesh,
+        in_specs=(parts.specs, PartitionSpec("data"), PartitionSpec(AXES)),
+        out_specs=(parts.specs, PartitionSpec(AXES), PartitionSpec()),
+    )
+
+    def step(state: TrainState, tokens: jax.Array):
+        grads, owed, measured = gradient(state.params, tokens, state.gradient_residual)
+        norm = optax.tree.norm(grads)
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        new = (optax.apply_updates(state.params, updates), opt_state, owed)
+        old = (state.params, state.opt_state, state.gradient_residual)
+        finite = jnp.isfinite(norm)
+        new = jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
+        loss, send, reduce, stream = measured
+        skipped = 1 - finite.astype(jnp.int32)
+        metrics = StepMetrics(loss, norm, send, reduce, stream, skipped)
+        return TrainState(state.step + 1, new[0], new[1], state.key, new[2]), metrics
+
+    return step
+
+
+def _local_gradient(parts: ModelParts, plan: DepthPlan, accumulate: int, sync):
+    """What one rank does: ``(params, tokens, owed) -> (gradient, owed, measured)``."""
+
+    def loss_of(params, tokens):
+        model = merge_module(parts.graphdef, params)
+        loss, stream, residual = model.loss_and_stream(
+            tokens[:, :-1], tokens[:, 1:], plan=plan
+        )
+        return loss, _squares(stream, residual)
+
+    def gradient(params, tokens, owed):
+        # Parameters that count as different on each data rank: their gradients stay
+        # apart, for one sync after the last part, in as many bits as it takes.
+        own = jax.tree.map(_of_this_data_rank, params)
+        value_and_grad = jax.value_and_grad(loss_of, has_aux=True)
+        (loss, squares), grads = _averaged(value_and_grad, own, tokens, accumulate)
+        grads, owed = sync(grads, owed)
+        means = jnp.sqrt(lax.pmean(squares, AXES))
+        return grads, owed, (lax.pmean(loss, "data"), *means)
+
+    return gradient
+
+
+def _averaged(value_and_grad, params, tokens, parts: int):
+    """``value_and_grad`` over equal parts of the batch, everything averaged."""
+    if parts == 1:
+        return value_and_grad(params, tokens)
+    pieces = tokens.reshape(parts, -1, *tokens.shape[1:])
+    total = value_and_grad(params, pieces[0])
+
+    def add(total, piece):
+        return jax.tree.map(jnp.add, total, value_and_grad(params, piece)), None
+
+    total, _ = lax.scan(add, total, pieces[1:])
+    return jax.tree.map(lambda leaf: leaf / parts, total)
+
+
+def _of_this_data_rank(param: jax.Array) -> jax.Array:
+    data = frozenset({"data"})
+    return axes.to_varying(param, data) if axes.is_tracked("data") else param
+
+
+def _squares(stream: jax.Array, residual: Residual | None) -> jax.Array:
+    """Mean squares on this rank: both parts of what is owed, then the stream."""
+    norms = {"send": jnp.zeros(()), "reduce": jnp.zeros(())}
+    if residual is not None:
+        norms = residuals.norms(residual)
+    size = jnp.sqrt(jnp.mean(jnp.square(stream.astype(jnp.float32))))
+    values = [norms["send"], norms["reduce"], size]
+    if axes.is_tracked(AXES):
+        values = [axes.to_varying(value, frozenset(AXES)) for value in values]
+    return jnp.square(jnp.stack(values))

@@ -1,14 +1,25 @@
+import dataclasses
 import math
 import os
 import signal
+import statistics
 
+import jax
+import jax.numpy as jnp
 import pytest
+from flax import nnx
 
-from echo_jax.models import DecoderConfig
+from echo_jax.models import Decoder, DecoderConfig
 from echo_jax.records import RecordWriter, read_records
-from echo_jax.training import DataConfig, TrainConfig, compare, prepare
-from echo_jax.training.loop import RunResult, gap_percent
-from echo_jax.training.report import plot_curves, summary_table
+from echo_jax.training import (
+    DataConfig,
+    TrainConfig,
+    compare,
+    flops_per_token,
+    prepare,
+)
+from echo_jax.training.report import plot_curves, read_curves, summary_table
+from echo_jax.training.result import RunResult, gap_percent, gap_spread_percent
 
 TINY = TrainConfig(
     model=DecoderConfig(
@@ -47,7 +58,18 @@ def test_every_figure_is_in_the_file(tmp_path):
 
     exact, echo, _ = results
     assert value("heldout_loss", "echo") == echo.heldout_loss
-    assert value("train_loss", "exact", step=4) == exact.losses[-1]
+    # Each is the mean since the one before.
+    late = statistics.fmean(exact.losses[2:])
+    assert value("train_loss", "exact", step=4) == pytest.approx(late)
+    assert read_curves(path, "train_loss")["exact"].keys() == {2, 4}
+    for metric in ("tokens_per_second", "flops_per_second", "gradient_norm"):
+        assert value(metric, "exact", step=4) > 0
+    assert echo.tokens_per_second == pytest.approx(2 * 16 / echo.step_seconds)
+    for metric in ("residual_send_rms", "residual_reduce_rms"):
+        assert value(metric, "echo", step=4) > 0 == value(metric, "exact", step=4)
+    # 4 bits: the error of one call, some 14 % of one sum, on a stream of several.
+    assert 10 < value("signal_to_quantization_db", "echo", step=4) < 50
+    assert exact.signal_db is None
     assert value("heldout_gap_percent", "echo") == gap_percent(echo, exact)
     for op, sent in echo.bytes_per_token.items():
         assert value("bytes_per_token", "echo", collective=op) == sent
@@ -65,10 +87,12 @@ def test_ctrl_c_stops_at_the_end_of_a_step_and_keeps_what_was_measured(tmp_path)
     assert stopped
     assert signal.getsignal(signal.SIGINT) is handler
     assert [len(r.losses) for r in results] == [4, 2]
+    last = read_curves(path, "train_loss")
+    assert last["echo"] == {2: pytest.approx(statistics.fmean(results[1].losses))}
     assert results[0].heldout_loss is not None
     assert results[1].heldout_loss is None
     assert {r["config"]["variant"] for r in read_records(path)} == {"exact", "echo"}
-    plot_curves(results, tmp_path / "curves.png")
+    plot_curves(path, tmp_path / "curves.png")
     assert (tmp_path / "curves.png").stat().st_size > 0
     assert summary_table(results, "float32").row_count > 5
 
@@ -76,7 +100,8 @@ def test_ctrl_c_stops_at_the_end_of_a_step_and_keeps_what_was_measured(tmp_path)
 def test_a_table_and_a_picture_of_nothing(tmp_path):
     results = [RunResult(variant="exact")]
     summary_table(results, "float32")
-    plot_curves(results, tmp_path / "curves.png")
+    plot_curves(tmp_path / "missing.jsonl", tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").stat().st_size > 0
     assert results[0].final_loss is None
     assert gap_percent(results[0], None) is None
 
@@ -86,3 +111,64 @@ def test_bad_text_is_refused_before_anything_is_computed(tmp_path):
     config = TrainConfig(data=DataConfig(path=tmp_path / "short.txt"))
     with pytest.raises(ValueError, match="too few"):
         prepare(config)
+
+
+def test_held_out_losses_on_the_way_and_tensorboard(tmp_path):
+    config = dataclasses.replace(
+        TINY, variants=("exact",), evaluate_every=2, tensorboard=True
+    )
+    path = tmp_path / "metrics.jsonl"
+    ((result,), _) = compare(prepare(config), RecordWriter(path), lambda *_: None)
+    heldout = read_curves(path, "heldout_loss")["exact"]
+    assert heldout.keys() == {2, 4}
+    assert heldout[4] == pytest.approx(result.heldout_loss)
+    (events,) = (tmp_path / "tensorboard" / "exact").iterdir()
+    assert b"heldout_loss" in events.read_bytes()
+    plot_curves(path, tmp_path / "curves.png")
+
+
+def test_the_spread_of_a_gap_is_of_pairs():
+    exact = RunResult(variant="exact", heldout=[1.0, 3.0, 5.0])
+    near = RunResult(variant="echo", heldout=[1.01, 3.03, 5.02])
+    differences = [0.01, 0.03, 0.02]
+    wanted = 100 * statistics.stdev(differences) / 3**0.5 / 3.0
+    assert gap_spread_percent(near, exact) == pytest.approx(wanted)
+    assert gap_percent(near, exact) == pytest.approx(100 * 0.02 / 3)
+    short = RunResult(variant="echo", heldout=[1.0])
+    assert gap_spread_percent(short, exact) is None
+
+
+def test_operations_of_a_token_are_those_of_its_products():
+    """Against what XLA counts for the forward pass of an exact model."""
+    model = TINY.model
+    wide = dataclasses.replace(model, num_layers=2, width=64, mlp_width=160)
+    length = 32
+
+    def forward(tokens):
+        module = Decoder(wide, axis_name="tensor", rngs=nnx.Rngs(0))
+        return jax.vmap(
+            lambda t: module(t, plan=TINY.plan("exact"))[0],
+            axis_name="tensor",
+            axis_size=1,
+        )(tokens[None])
+
+    def products(tokens):
+        jaxpr = jax.make_jaxpr(forward)(tokens)
+        return sum(_operations(jaxpr.jaxpr))
+
+    counted = products(jnp.zeros((1, length), jnp.int32)) / length
+    assert counted == pytest.approx(flops_per_token(wide, length) / 3, rel=0.01)
+
+
+def _operations(jaxpr):
+    """Of each matrix product, loops as often as they run."""
+    for eqn in jaxpr.eqns:
+        times = eqn.params.get("length", 1) if eqn.primitive.name == "scan" else 1
+        if eqn.primitive.name == "dot_general":
+            (contracted, _), _ = eqn.params["dimension_numbers"]
+            shared = math.prod(eqn.invars[0].aval.shape[d] for d in contracted)
+            yield 2 * shared * math.prod(eqn.outvars[0].aval.shape)
+        for value in eqn.params.values():
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                yield times * sum(_operations(inner))

@@ -1,0 +1,314 @@
+"""Training state on disk: written beside the training, checked when it is read."""
+
+import hashlib
+import json
+import pathlib
+import shutil
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding, PartitionSpec
+
+from echo_jax.training.config_file import changed_fields
+from echo_jax.training.state import TrainState
+
+_KEPT_FOR_ANY_MESH = ("step", "params", "opt_state", "key")
+_RUNNING = "that was being written"
+_CHANGED = "The run in {folder} cannot be continued with another configuration:\n"
+
+
+class CheckpointWarning(UserWarning):
+    """A checkpoint could not be written or read; training went on."""
+
+
+class Snapshot(NamedTuple):
+    """Everything that a run is continued from."""
+
+    state: TrainState
+    position: dict[str, Any]  # of the data iterator
+    losses: list[float]  # of every step so far
+    notes: tuple[str, ...] = ()  # what was not as it was saved, in words
+
+
+class Identity(NamedTuple):
+    """What makes two runs the same run."""
+
+    config: dict[str, Any]  # from to_dict
+    data: str  # checksum of the text
+    ranks: dict[str, int]  # of the mesh; a state can be cut anew
+
+
+class Checkpoints:
+    """The checkpoints of one run in a folder of its own.
+
+    Written by orbax in the background: the step waits only until the state has left
+    the device. A checkpoint gets its name when all of it is on disk, so that a process
+    that is killed leaves the ones before. Each holds a fingerprint of every array,
+    compared when it is read.
+
+    Args:
+      folder: of this run alone.
+      keep: newest checkpoints that stay.
+      identity: of the run.
+
+    Source: the atomic rename and the background writes are those of orbax-checkpoint.
+    """
+
+    def __init__(self, folder: pathlib.Path, *, keep: int, identity: Identity):
+        """See the class."""
+        self.folder, self.keep, self.identity = folder.absolute(), keep, identity
+        self._manager = None
+        self._fingerprint = jax.jit(fingerprint)
+
+    def steps(self) -> list[int]:
+        """Steps of which there is a complete checkpoint, in order."""
+        self._guarded(_RUNNING, self._open().wait_until_finished)
+        manager = self._open()
+        manager.reload()  # what is on disk now
+        return sorted(manager.all_steps())
+
+    def save(self, snapshot: Snapshot) -> None:
+        """Starts to write a checkpoint.
+
+        An error of this one, or of the one before, is a warning. Older checkpoints go
+        only when a newer one is complete.
+        """
+        import orbax.checkpoint as ocp
+
+        step, (whole, owed) = int(snapshot.state.step), _parts(snapshot.state)
+        meta = {
+            "config": self.identity.config,
+            "data": self.identity.data,
+            "ranks": self.identity.ranks,
+            "position": snapshot.position,
+            "losses": snapshot.losses,
+            "owed_shapes": [list(leaf.shape) for leaf in jax.tree.leaves(owed)],
+            "fingerprint": _numbers(self._fingerprint((whole, owed))),
+        }
+        meta = {"content": meta, "sha256": _checksum(meta)}
+        items = {"state": ocp.args.StandardSave(whole), "meta": ocp.args.JsonSave(meta)}
+        if owed is not None:
+            items["gradient_residual"] = ocp.args.StandardSave(owed)
+        self._guarded(
+            f"of step {step}",
+            lambda: self._open().save(step, args=ocp.args.Composite(**items)),
+        )
+
+    def restore(self, shapes: TrainState, shardings: TrainState) -> Snapshot | None:
+        """The newest checkpoint that can be read; None if there is none at all.
+
+        One that cannot be read is set aside, with a warning, for the one before it. On
+        another mesh the state is cut as that mesh wants it, and ``notes`` say so; what
+        its ranks owed is whole and as it was saved, for ``fit_state``, or None.
+
+        Args:
+          shapes: of the state of the run.
+          shardings: where each leaf goes.
+
+        Raises:
+          ValueError: if the run was another one, or no checkpoint can be read.
+        """
+        steps = self.steps()
+        for step in reversed(steps):
+            try:
+                meta = self._read_meta(step)
+                self._check_identity(meta)
+                return self._snapshot(step, meta, shapes, shardings)
+            except _AnotherRun as error:
+                raise ValueError(str(error)) from None
+            except Exception as error:
+                # What a damaged file raises depends on where it is damaged.
+                self._set_aside(step, error)
+        if steps:
+            raise ValueError(
+                f"No checkpoint in {self.folder} can be read; they were set aside. "
+                "Start the run again without --resume, in another folder."
+            )
+        return None
+
+    def close(self) -> None:
+        """Waits until everything is on disk."""
+        if self._manager is not None:
+            self._guarded(_RUNNING, self._manager.wait_until_finished)
+            self._release()
+
+    def _open(self):
+        import orbax.checkpoint as ocp
+
+        if self._manager is None:
+            options = ocp.CheckpointManagerOptions(
+                max_to_keep=self.keep, cleanup_tmp_directories=True
+            )
+            self._manager = ocp.CheckpointManager(self.folder, options=options)
+        return self._manager
+
+    def _guarded(self, which: str, write: Callable[[], Any]) -> None:
+        """Runs ``write``; a full disk must not end the training."""
+        try:
+            write()
+        except (OSError, ValueError, RuntimeError) as error:
+            self._release()
+            left = self.steps()
+            newest = (
+                f"the newest is that of step {left[-1]}" if left else "there is none"
+            )
+            warnings.warn(
+                f"The checkpoint {which} in {self.folder}, or the one before it, could "
+                f"not be written: {_first_line(error)}. Training goes on; of the "
+                f"complete checkpoints {newest}.",
+                CheckpointWarning,
+                stacklevel=4,
+            )
+
+    def _release(self) -> None:
+        """Lets a manager go that has failed or is done; the next call makes another."""
+        manager, self._manager = self._manager, None
+        try:
+            if manager is not None:
+                manager.close()
+        except (OSError, ValueError, RuntimeError):
+            return  # the error that has been reported already
+
+    def _read(self, step: int, items: dict[str, Any]):
+        import orbax.checkpoint as ocp
+
+        wanted = {name: ocp.args.StandardRestore(tree) for name, tree in items.items()}
+        wanted = wanted or {"meta": ocp.args.JsonRestore()}
+        return self._open().restore(step, args=ocp.args.Composite(**wanted))
+
+    def _read_meta(self, step: int) -> dict[str, Any]:
+        meta = self._read(step, {})["meta"]
+        if meta["sha256"] != _checksum(meta["content"]):
+            raise ValueError("its description is not the one that was saved")
+        return meta["content"]
+
+    def _check_identity(self, meta: dict[str, Any]) -> None:
+        changed = changed_fields(meta["config"], self.identity.config)
+        if meta["data"] != self.identity.data:
+            changed.append("the text is another one (its checksum differs)")
+        if changed:
+            raise _AnotherRun(
+                _CHANGED.format(folder=self.folder)
+                + "\n".join(f"  {line}" for line in changed)
+            )
+
+    def _snapshot(self, step, meta, shapes: TrainState, shardings: TrainState):
+        targets = jax.tree.map(
+            lambda shape, place: jax.ShapeDtypeStruct(
+                shape.shape, shape.dtype, sharding=place
+            ),
+            shapes,
+            shardings,
+        )
+        whole, owed = _parts(targets)
+        same_ranks = meta["ranks"] == self.identity.ranks
+        items = {"state": whole}
+        if owed is not None:
+            owed = owed if same_ranks else _as_saved(owed, meta["owed_shapes"])
+        if owed is not None:
+            items["gradient_residual"] = owed
+        found = self._read(step, items)
+        whole, owed = found["state"], found.get("gradient_residual")
+        self._compare(meta["fingerprint"], whole, owed)
+        notes = () if same_ranks else (self._what_changed(meta),)
+        state = TrainState(**whole, gradient_residual=owed)
+        return Snapshot(state, meta["position"], meta["losses"], notes)
+
+    def _compare(self, saved: list[list[int]], whole, owed) -> None:
+        found = _numbers(self._fingerprint((whole, owed)))
+        if found[0] != saved[0] or (owed is not None and found[1] != saved[1]):
+            raise ValueError("an array is not the one that was saved")
+
+    def _what_changed(self, meta: dict[str, Any]) -> str:
+        before, now = (_in_words(r) for r in (meta["ranks"], self.identity.ranks))
+        return (
+            f"The checkpoint is from {before}: parameters and optimizer state were cut "
+            f"anew for {now}."
+        )
+
+    def _set_aside(self, step: int, error: Exception) -> None:
+        self._release()
+        here = self.folder / str(step)
+        aside = self.folder / f"unreadable-{step}"
+        if jax.process_index() == 0:
+            shutil.rmtree(aside, ignore_errors=True)
+            here.rename(aside)
+        if jax.process_count() > 1:
+            multihost_utils.sync_global_devices(f"{aside} is there")
+        warnings.warn(
+            f"The checkpoint of step {step} in {self.folder} cannot be read: "
+            f"{_first_line(error)}. It was renamed to {aside.name}; the one before it "
+            "is tried.",
+            CheckpointWarning,
+            stacklevel=3,
+        )
+
+
+class _AnotherRun(Exception):
+    """The checkpoint is fine, and not of this run."""
+
+
+def fingerprint(tree: Any) -> Any:
+    """A number for each array that depends on every bit and its place.
+
+    The same on every mesh: sums of integers do not depend on their order.
+    """
+    return jax.tree.map(_fingerprint_of, tree)
+
+
+def _fingerprint_of(array: jax.Array) -> jax.Array:
+    width = array.dtype.itemsize
+    unsigned = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[width]
+    bits = lax.bitcast_convert_type(array, unsigned).astype(jnp.uint32)
+    place = jnp.zeros(array.shape, jnp.uint32)
+    for axis, length in enumerate(array.shape):
+        index = lax.broadcasted_iota(jnp.uint32, array.shape, axis)
+        place = place * jnp.uint32(length) + index
+    # Odd weights: no change of a single value is lost. The multiplication spreads
+    # neighbouring places over all 32 bits.
+    weight = place * jnp.uint32(2654435761) * jnp.uint32(2) + jnp.uint32(1)
+    return jnp.sum(bits * weight, dtype=jnp.uint32)
+
+
+def _numbers(fingerprints: tuple[Any, Any]) -> list[list[int]]:
+    """As JSON holds it: for the state, then for what is owed."""
+    return [[int(leaf) for leaf in jax.tree.leaves(part)] for part in fingerprints]
+
+
+def _parts(state: TrainState) -> tuple[dict[str, Any], Any]:
+    """What is the same for any mesh, and what belongs to its ranks."""
+    whole = {name: getattr(state, name) for name in _KEPT_FOR_ANY_MESH}
+    return whole, state.gradient_residual
+
+
+def _checksum(meta: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(meta, sort_keys=True).encode()).hexdigest()
+
+
+def _as_saved(owed: Any, shapes: list[list[int]]) -> Any:
+    """Targets for what other ranks owed, whole on every device; None if none fit."""
+    leaves, tree = jax.tree.flatten(owed)
+    if len(leaves) != len(shapes):
+        return None
+    targets = [
+        jax.ShapeDtypeStruct(
+            tuple(shape),
+            leaf.dtype,
+            sharding=NamedSharding(leaf.sharding.mesh, PartitionSpec()),
+        )
+        for leaf, shape in zip(leaves, shapes, strict=True)
+    ]
+    return jax.tree.unflatten(tree, targets)
+
+
+def _in_words(ranks: dict[str, int]) -> str:
+    return " x ".join(f"{count} {name}" for name, count in ranks.items()) + " ranks"
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0][:300] or type(error).__name__

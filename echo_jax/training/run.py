@@ -1,0 +1,380 @@
+"""The run of one variant: from its first step, or its last checkpoint, to the end."""
+
+import dataclasses
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from echo_jax.records import Record, RecordWriter
+from echo_jax.training.checkpoint import (
+    Checkpoints,
+    CheckpointWarning,
+    Identity,
+    Snapshot,
+)
+from echo_jax.training.config import TrainConfig, Variant
+from echo_jax.training.config_file import to_dict
+from echo_jax.training.gradient_state import fit_state, residual_rms
+from echo_jax.training.metrics import (
+    Figures,
+    TensorBoard,
+    bytes_per_token,
+    flops_per_token,
+    gradient_bytes,
+    signal_to_quantization_db,
+)
+from echo_jax.training.optimizer import make_optimizer
+from echo_jax.training.ranks import AnyMesh
+from echo_jax.training.result import RunResult
+from echo_jax.training.source import Feeder, Source
+from echo_jax.training.state import (
+    TrainState,
+    create_state,
+    fresh_residual,
+    state_shapes,
+)
+from echo_jax.training.step import (
+    StepMetrics,
+    make_eval_step,
+    make_train_step,
+    make_train_steps,
+)
+
+Progress = Callable[[Variant, int, float], None]  # variant, steps done, loss
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Runs that are ready to start: every input has been read and checked."""
+
+    config: TrainConfig
+    mesh: AnyMesh
+    source: Source  # of the batches
+
+
+_RESET = (
+    "What the gradient sync still owed was of other messages than it sends here: it "
+    "was reset to zero. One rounding of a step's gradients is lost."
+)
+
+
+class TrainingRun:
+    """One variant: its compiled steps, its state and what it measures.
+
+    Args:
+      runs: what :func:`echo_jax.training.prepare` made.
+      variant: which all-reduces.
+      writer: takes the figures; checkpoints go to a folder beside its file.
+      resume: go on from the newest checkpoint, if there is one.
+    """
+
+    def __init__(
+        self,
+        runs: Comparison,
+        variant: Variant,
+        writer: RecordWriter,
+        *,
+        resume: bool = False,
+    ):
+        """See the class."""
+        self.runs, self.config, self.writer = runs, runs.config, writer
+        sent = bytes_per_token(self.config, variant)
+        self.result = RunResult(variant=variant, bytes_per_token=sent)
+        self.notes: tuple[str, ...] = ()  # what resuming changed, in words
+        self._plan = self.config.plan(variant)
+        self._next: tuple[np.ndarray, dict[str, Any]] | None = None  # read ahead
+        sizes = self.config.data
+        self._feeder = Feeder(runs.mesh, sizes.batch_size)
+        rows = self._feeder.rows
+        self._batches: Any = runs.source.batches(sizes, self.config.seed, rows)
+        self._checkpoints = self._open_checkpoints()
+        self._make_steps()
+        self._start(resume)
+        self._board = None
+        if self.config.tensorboard and jax.process_index() == 0:
+            self._board = TensorBoard(writer.path.parent / "tensorboard" / variant)
+
+    @property
+    def steps_done(self) -> int:
+        """Optimizer steps that the state has seen."""
+        return len(self.result.losses)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all steps are done."""
+        return self.steps_done >= self.config.steps
+
+    def train(self, progress: Progress, stop: Callable[[], bool]) -> None:
+        """Steps until all are done or ``stop`` says so; what was done is saved then.
+
+        Args:
+          progress: called after each call of the device, and where a run goes on.
+          stop: asked between calls; on several processes all must hear the same.
+        """
+        clock, config = _Clock(), self.config
+        if self.steps_done:
+            progress(self.result.variant, self.steps_done, self.result.losses[-1])
+        while not self.is_complete and not stop():
+            tokens, position = self._next or self._draw()
+            clock.start()
+            self.state, metrics = self.step(self.state, self._feeder.place(tokens))
+            # The next batch is read while the device computes.
+            left = config.steps - self.steps_done - config.steps_per_call
+            self._next = self._draw() if left > 0 else None
+            metrics = jax.tree.map(np.atleast_1d, jax.device_get(metrics))
+            clock.stop(metrics.loss.size)
+            self.result.losses += [float(loss) for loss in metrics.loss]
+            self._after_call(jax.tree.map(lambda m: m[-1], metrics), position, clock)
+            progress(self.result.variant, self.steps_done, self.result.losses[-1])
+        self._save(force=True)
+        self._measure_speed(clock)
+
+    def evaluate(self) -> None:
+        """Measures the held-out loss and writes what the run comes to."""
+        result = self.result
+        result.heldout = self.heldout_losses()
+        spread = statistics.pstdev(result.heldout)
+        self._write("final_train_loss", result.final_loss, "nats")
+        self._write("heldout_loss", result.heldout_loss, "nats", spread=spread)
+        self._write("residual_rms", result.residual_rms, "1")
+        self._write("signal_to_quantization_db", result.signal_db, "dB")
+        for collective, sent in result.bytes_per_token.items():
+            self._write("bytes_per_token", sent, "B", collective=collective)
+        sent = gradient_bytes(self.config, self._shapes.params, self._parts.specs)
+        for collective, count in sent.items():
+            self._write("gradient_bytes_per_step", count, "B", collective=collective)
+
+    def write(self, metric: str, value: float | None, unit: str, **kinds) -> None:
+        """Writes a figure of this run; None is not written.
+
+        Args:
+          metric: its name.
+          value: the figure.
+          unit: of the figure.
+          **kinds: ``spread``, ``baseline``, or what goes into the record's ``config``.
+        """
+        self._write(metric, value, unit, **kinds)
+
+    def close(self) -> None:
+        """Waits until checkpoints and figures are on disk."""
+        if self._checkpoints is not None:
+            self._checkpoints.close()
+        if self._board is not None:
+            self._board.close()
+
+    def _make_steps(self) -> None:
+        config, mesh = self.config, self.runs.mesh
+        self._optimizer = make_optimizer(config.optimizer, config.steps)
+        self._shapes, self._parts = state_shapes(
+            config.model,
+            self._optimizer,
+            mesh,
+            config.seed,
+            gradients=config.gradient_sync(),
+        )
+        make = make_train_step if config.steps_per_call == 1 else make_train_steps
+        self.step = make(
+            self._parts,
+            mesh,
+            self._optimizer,
+            self._plan,
+            accumulate=config.optimizer.accumulate,
+        )
+        self._loss = make_eval_step(self._parts, mesh, self._plan)
+        self._owed_rms = jax.jit(residual_rms)
+
+    def _open_checkpoints(self) -> Checkpoints | None:
+        config = self.config.checkpoint
+        if not config.every:
+            return None
+        folder = config.folder or self.writer.path.parent / "checkpoints"
+        identity = Identity(
+            config=to_dict(self.config),
+            data=self.runs.source.checksum,
+            ranks={
+                "data": self.config.mesh.data_ranks,
+                "tensor": self.config.mesh.tensor_ranks,
+            },
+        )
+        return Checkpoints(
+            folder / self.result.variant, keep=config.keep, identity=identity
+        )
+
+    def _start(self, resume: bool) -> None:
+        """The state as it was left, or a new one."""
+        snapshot = None
+        if resume and self._checkpoints is not None:
+            snapshot = self._checkpoints.restore(self._shapes, self._parts.shardings)
+        if snapshot is None:
+            self.state, _ = create_state(
+                self.config.model,
+                self._optimizer,
+                self.runs.mesh,
+                self.config.seed,
+                gradients=self.config.gradient_sync(),
+            )
+            self._saved = self._position = None
+            return
+        self.state, self.notes = self._on_this_mesh(snapshot)
+        self._position = snapshot.position
+        self._batches.set_state(snapshot.position)
+        self.result.losses = list(snapshot.losses)
+        self._saved = self.steps_done
+
+    def _on_this_mesh(self, snapshot: Snapshot) -> tuple[TrainState, tuple[str, ...]]:
+        """The state, with what data ranks owe fitted to those that are here."""
+        state, notes = snapshot.state, snapshot.notes
+        fresh = fresh_residual(state.params, self._parts, self.runs.mesh)
+        if fresh is None or not notes:
+            return state, notes
+        if state.gradient_residual is None:
+            return state._replace(gradient_residual=fresh), (*notes, _RESET)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the notes say it
+            owed, words = fit_state(state.gradient_residual, fresh)
+        notes = notes if words is None else (*notes, words)
+        return state._replace(gradient_residual=owed), notes
+
+    def _draw(self) -> tuple[np.ndarray, dict[str, Any]]:
+        """The tokens of one call, of a step or several, and the place behind them."""
+        count = self.config.steps_per_call
+        tokens = [next(self._batches) for _ in range(count)]
+        whole = tokens[0] if count == 1 else np.stack(tokens)
+        return whole, self._batches.get_state()
+
+    def _after_call(self, metrics: StepMetrics, position, clock: "_Clock") -> None:
+        self._position = position
+        result, config, done = self.result, self.config, self.steps_done
+        ranks = config.mesh.tensor_ranks
+        result.residual_rms = float(metrics.residual_send)
+        result.signal_db = signal_to_quantization_db(metrics, config.format, ranks)
+        if done % config.log_every == 0 or self.is_complete:
+            self._log(self._figures(metrics, clock))
+        if config.evaluate_every and done % config.evaluate_every == 0:
+            loss = statistics.fmean(self.heldout_losses())
+            self._log({"heldout_loss": (loss, "nats")})
+        self._save()
+
+    def _figures(self, metrics: StepMetrics, clock: "_Clock") -> Figures:
+        """What a line of the log says."""
+        result, every = self.result, self.config.log_every
+        since = (self.steps_done - 1) % every + 1  # steps since the last line
+        figures: Figures = {
+            # Of all steps since then: single batches differ more than runs do.
+            "train_loss": (statistics.fmean(result.losses[-since:]), "nats"),
+            "gradient_norm": (float(metrics.grad_norm), "1"),
+            "residual_send_rms": (float(metrics.residual_send), "1"),
+            "residual_reduce_rms": (float(metrics.residual_reduce), "1"),
+            "skipped": (float(metrics.skipped), "1"),
+        }
+        if self.state.gradient_residual is not None:
+            owed = float(self._owed_rms(self.state.gradient_residual))
+            figures["gradient_residual_rms"] = (owed, "1")
+        if result.signal_db is not None:
+            figures["signal_to_quantization_db"] = (result.signal_db, "dB")
+        seconds = clock.lap()
+        if seconds is not None:
+            tokens = self._tokens_a_step / seconds
+            figures["tokens_per_second"] = (tokens, "1/s")
+            figures["flops_per_second"] = (tokens * self._flops_a_token, "1/s")
+        return figures
+
+    def _log(self, figures: Figures) -> None:
+        for name, (value, unit) in figures.items():
+            self._write(name, value, unit, step=self.steps_done)
+        if self._board is not None:
+            values = {name: value for name, (value, _) in figures.items()}
+            self._board.write(values, self.steps_done)
+
+    def _save(self, *, force: bool = False) -> None:
+        done, every = self.steps_done, self.config.checkpoint.every
+        due = force or self.is_complete or (every and done % every == 0)
+        if self._checkpoints is None or not due or done in (0, self._saved):
+            return
+        losses = list(self.result.losses)
+        self._checkpoints.save(Snapshot(self.state, self._position or {}, losses))
+        self._saved = done
+
+    def heldout_losses(self) -> list[float]:
+        """The loss of every held-out batch with the parameters as they are now."""
+        sizes, source, rows = self.config.data, self.runs.source, self._feeder.rows
+        losses = []
+        for index in range(sizes.heldout_batches):
+            batch = source.heldout_batch(sizes, index, rows)
+            placed = self._feeder.place(batch)
+            losses.append(float(self._loss(self.state.params, placed)))
+        return losses
+
+    def _measure_speed(self, clock: "_Clock") -> None:
+        result, seconds = self.result, clock.median()
+        if seconds is None:
+            return
+        result.step_seconds = seconds
+        result.tokens_per_second = self._tokens_a_step / seconds
+        result.flops_per_second = result.tokens_per_second * self._flops_a_token
+        self._write("step_seconds", seconds, "s")
+        self._write("tokens_per_second", result.tokens_per_second, "1/s")
+        self._write("flops_per_second", result.flops_per_second, "1/s")
+
+    @property
+    def _tokens_a_step(self) -> int:
+        return self.config.data.batch_size * self.config.data.length
+
+    @property
+    def _flops_a_token(self) -> float:
+        return flops_per_token(self.config.model, self.config.data.length)
+
+    def _write(
+        self, metric: str, value, unit: str, *, spread=None, baseline=None, **extra
+    ) -> None:
+        if value is None or jax.process_index():
+            return
+        chosen = dataclasses.asdict(self.config)
+        del chosen["seed"], chosen["variants"]
+        record = Record(
+            experiment="train",
+            metric=metric,
+            value=float(value),
+            unit=unit,
+            spread=spread,
+            baseline=baseline,
+            seed=self.config.seed,
+            config={"variant": self.result.variant, **chosen, **extra},
+        )
+        try:
+            self.writer.write(record)
+        except OSError as error:  # a full disk must not end the training
+            warnings.warn(
+                f"{self.writer.path}: figures could not be written ({error.strerror}).",
+                CheckpointWarning,
+                stacklevel=2,
+            )
+
+
+class _Clock:
+    """Seconds a step, without the first call, which compiles."""
+
+    def __init__(self):
+        self._calls: list[float] = []
+        self._since_lap = 0
+        self._started = 0.0
+
+    def start(self) -> None:
+        self._started = time.perf_counter()
+
+    def stop(self, steps: int) -> None:
+        self._calls.append((time.perf_counter() - self._started) / steps)
+
+    def lap(self) -> float | None:
+        """The mean since the lap before; None without a call to go by."""
+        calls = self._calls[max(1, self._since_lap) :]
+        self._since_lap = len(self._calls)
+        return statistics.fmean(calls) if calls else None
+
+    def median(self) -> float | None:
+        return statistics.median(self._calls[1:]) if len(self._calls) > 1 else None
