@@ -12,10 +12,12 @@ _COLLECTIVE = re.compile(
     r"(?P<op>(?:ragged-)?all-to-all|all-gather|all-reduce|reduce-scatter"
     r"|collective-permute|collective-broadcast)(?P<start>-start)?\("
 )
-# Which devices exchange: written out, or as a grid of them, transposed or not.
+# Which devices exchange: written out; as a grid of them, transposed or not; or, from
+# JAX 0.11, as axes of a mesh.
 _GROUPS = re.compile(
     r"replica_groups=(?:\{\{(?P<first>[\d,]+)\}"
-    r"|\[(?P<grid>[\d,]+)\]<=\[(?P<shape>[\d,]+)\](?:T\((?P<order>[\d,]+)\))?)"
+    r"|\[(?P<grid>[\d,]+)\]<=\[(?P<shape>[\d,]+)\](?:T\((?P<order>[\d,]+)\))?"
+    r"|mesh\[(?P<mesh>[^\]]+)\] \{(?P<axes>[^}]*)\})"
 )
 _ARRAY = re.compile(r"\b(?P<dtype>[a-z]+\d+\w*|pred)\[(?P<dims>[\d,]*)\]")
 _BYTES = {"8": 1, "16": 2, "32": 4, "64": 8}
@@ -58,6 +60,14 @@ def _group(line: str) -> tuple[int, ...]:
         return ()
     if match["first"]:
         return _ints(match["first"])
+    if match["mesh"]:
+        sizes = {
+            name: int(n) for name, n in re.findall(r"'(\w+)'=(\d+)", match["mesh"])
+        }
+        axes = re.findall(r"'(\w+)'", match["axes"])
+        devices = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
+        whole = tuple(slice(None) if name in axes else 0 for name in sizes)
+        return tuple(int(device) for device in devices[whole].ravel())
     shape = _ints(match["shape"])
     devices = np.arange(math.prod(shape)).reshape(shape)
     if match["order"]:

@@ -32,6 +32,7 @@ from echo_jax.training.gradient_plan import (
 )
 from echo_jax.training.gradient_state import GradientSyncState
 from echo_jax.typing import AxisName
+from echo_jax.wire import gaussian_stream_error
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -82,6 +83,23 @@ class GradientSync:
     def transformation(self) -> optax.GradientTransformation:
         """The pair of functions, to stand first in an ``optax.chain``."""
         return optax.GradientTransformation(self.init, self.update)
+
+    @property
+    def relative_error(self) -> float:
+        """Expected error of one step's means over the means, in root mean squares.
+
+        For independent Gaussian gradients; smaller where ranks agree. With feedback an
+        error is made and the one before repaid, which is ``sqrt(2)`` as much in a
+        single step, though it cancels over steps. What divides by the root of mean
+        squares (Adam) takes steps that are shorter by ``sqrt(1 + relative_error**2)``:
+        a learning rate larger by as much makes up for it.
+        """
+        sums = self.config.sums
+        if sums.is_exact:
+            return 0.0
+        return (
+            gaussian_stream_error(sums.format) * (2.0 if sums.feedback else 1.0) ** 0.5
+        )
 
     def per_rank(self, params: Any) -> Any:
         """Parameters that count as different on each data rank; the same values."""

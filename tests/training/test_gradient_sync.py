@@ -66,6 +66,23 @@ def test_the_error_does_not_grow_with_steps_and_without_feedback_it_does():
     assert 4.0 <= errors(sums={"feedback": False}) <= 8.0
 
 
+@pytest.mark.parametrize("feedback", [True, False])
+def test_errors_of_single_steps_are_as_expected(feedback):
+    """And with them what Adam divides by: mean squares grow by the square of it."""
+    sync, seeds = sync_of(sums={"feedback": feedback}), range(1, 12)
+    state = sync.create(params(), mesh(data=8, tensor=1))
+    means, _ = run(sync, state, stepper(sync, 8, 1), seeds, 8)
+    exact = [exact_total([seed], 8)["kernel"] for seed in seeds]
+    found = [mean["kernel"] for mean in means]
+    # The first step has nothing to repay.
+    square = lambda values: np.mean(np.square(values[1:]))  # noqa: E731
+    error = square(np.subtract(found, exact)) / square(exact)
+    assert error == pytest.approx(sync.relative_error**2, rel=0.1)
+    # Repaid or not, errors are next to uncorrelated with the gradient of the step.
+    assert square(found) / square(exact) - 1 == pytest.approx(error, abs=0.01)
+    assert sync_of(sums={"path": "exact"}).relative_error == 0.0
+
+
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_c12_means_are_bit_identical_on_all_ranks(check_vma):
     sync = sync_of()
