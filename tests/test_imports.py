@@ -25,6 +25,7 @@ ORDER = (
     "benchmark",
     "benchmark_model",
     "cost_model",
+    "cli_advise",
     "cli_bench",
     "cli_evaluate",
     "cli",

@@ -1,0 +1,224 @@
+"""``echo-jax advise``: whether few bits pay here, and with which settings."""
+
+import dataclasses
+import pathlib
+from collections.abc import Callable
+from typing import Literal
+
+import jax
+import tyro
+from jax.sharding import Mesh
+from rich.console import Console
+from rich.table import Table
+
+from echo_jax.config import EchoConfig
+from echo_jax.cost_model import (
+    Advice,
+    CostModel,
+    Message,
+    SumTimes,
+    advise,
+    calibrate,
+    decoder_messages,
+    project,
+)
+from echo_jax.cost_model.advice import MARGIN
+from echo_jax.cost_model.calibration import LARGE_SIZES, SIZES
+from echo_jax.devices import Cluster, Device, tensor_mesh
+from echo_jax.models.checkpoint import read_config
+from echo_jax.models.config import DecoderConfig
+from echo_jax.models.generation import bucket
+from echo_jax.models.loading import read_checkpoint
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AdviseOn:
+    """Say whether echo pays, with which settings, and what it brings.
+
+    Measures the mesh for a short while, unless a calibration or a machine is given.
+    """
+
+    sizes: tuple[int, ...] = ()
+    """Bytes of a rank's messages; default 16 KiB to 64 MiB, or what the model sums."""
+    model: pathlib.Path | None = None
+    """Checkpoint whose sums these are: folder with config.json, or a GGUF file."""
+    length: int = 512
+    """Tokens of a sequence."""
+    batch: int = 1
+    """Sequences at once."""
+    compute_ms: float | None = None
+    """What the first token takes without its sums."""
+    step_compute_ms: float | None = None
+    """What a training step takes without its sums."""
+    share: float | None = None
+    """Instead: the part of the time that exact sums take, 0 to 1."""
+    machine: Literal["here", "a100", "h200"] = "here"
+    """Measure here, or assume nodes of a known machine (not measured)."""
+    ranks: int | None = None
+    """Ranks of the assumed machines; default one node."""
+    ranks_per_node: int = 8
+    """Of the assumed machines, linked by NVLink."""
+    ethernet_gbit: float = 400.0
+    """Gbit/s of each rank's card between the assumed nodes."""
+    load: pathlib.Path | None = None
+    """A calibration of this mesh, saved before."""
+    save: pathlib.Path | None = None
+    """File that the calibration is written to."""
+    margin: float = MARGIN
+    """By how much echo must be predicted to be faster to be advised."""
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Of the messages; default the checkpoint's or calibration's, else bfloat16, on the
+    CPU float16."""
+    tensor_ranks: int | None = None
+    """Ranks that sum; default all devices, or 1 with --device cpu."""
+    device: Device = "default"
+    """cpu simulates as many devices as there are ranks; default takes JAX's own."""
+    cluster: tyro.conf.OmitArgPrefixes[Cluster] = Cluster()
+    config: tyro.conf.OmitArgPrefixes[EchoConfig] = EchoConfig()
+
+    def __post_init__(self):
+        if self.model is not None and self.sizes:
+            raise ValueError("give sizes or a model, whose sizes are known, not both.")
+        if min(self.sizes, default=4) < 4:
+            raise ValueError(f"sizes={self.sizes} must hold bytes, 4 or more each.")
+        if min(self.length, self.batch) < 1:
+            raise ValueError(
+                f"length={self.length} and batch={self.batch} must be at least 1."
+            )
+        given = (self.compute_ms, self.step_compute_ms)
+        if any(time is not None and time < 0 for time in given):
+            raise ValueError("compute_ms and step_compute_ms must be at least 0.")
+        if self.share is not None and given != (None, None):
+            raise ValueError("give the share of sums or times of computing, not both.")
+        if self.share is not None and not 0 <= self.share <= 1:
+            raise ValueError(f"share={self.share} must lie in 0 to 1.")
+        if self.load is not None and self.machine != "here":
+            raise ValueError("give a calibration (load) or a machine, not both.")
+        if self.save is not None and (self.load or self.machine != "here"):
+            raise ValueError("nothing is measured that could be saved.")
+
+
+def prepare_advice(command: AdviseOn) -> Callable[[], int]:
+    """Checks what can be wrong; what is returned measures and advises."""
+    decoder = None
+    if command.model is not None:
+        decoder = _decoder(command.model)
+        if command.dtype is not None:
+            decoder = dataclasses.replace(decoder, dtype=command.dtype)
+    dtype = command.dtype or (decoder.dtype if decoder else None)
+    if command.load is not None:
+        saved = CostModel.load(command.load)
+        if dtype not in (None, saved.dtype):
+            raise ValueError(
+                f"{command.load} was calibrated for {saved.dtype}, the sums are of "
+                f"{dtype}: calibrate again."
+            )
+        return lambda: _report(command, saved, saved.ranks, decoder)
+    if command.machine != "here":
+        nodes = project(
+            command.machine,
+            command.ranks or command.ranks_per_node,
+            ranks_per_node=command.ranks_per_node,
+            ethernet_gbit=command.ethernet_gbit,
+            dtype=dtype or "bfloat16",
+            config=command.config,
+        )
+        return lambda: _report(command, nodes, nodes.ranks, decoder)
+    mesh = tensor_mesh(command.tensor_ranks, command.device, command.cluster)
+    if mesh.size < 2:
+        raise ValueError(
+            "1 rank has nothing to sum: use --tensor-ranks with more devices, or "
+            "--machine for one that is not here."
+        )
+    return lambda: _report(command, _measure(command, mesh, dtype), mesh.size, decoder)
+
+
+def _decoder(path: pathlib.Path) -> DecoderConfig:
+    """A checkpoint's; a folder may be without its weights."""
+    if (path / "config.json").exists():
+        return read_config(path).decoder
+    return read_checkpoint(path).decoder
+
+
+def _measure(command: AdviseOn, mesh: Mesh, dtype: str | None) -> CostModel:
+    """Calibrates; the first process saves."""
+    on_cpu = jax.devices()[0].platform == "cpu"
+    measured = calibrate(
+        mesh,
+        sizes=SIZES if on_cpu else LARGE_SIZES,
+        dtype=dtype or ("float16" if on_cpu else "bfloat16"),
+        config=command.config,
+    )
+    if command.save is not None and jax.process_index() == 0:
+        measured.save(command.save)
+    return measured
+
+
+def _report(
+    command: AdviseOn, times: SumTimes, ranks: int, decoder: DecoderConfig | None
+) -> int:
+    """Prints times, settings and gains."""
+    if jax.process_count() > 1 and jax.process_index():
+        return 0
+    tokens = command.batch * bucket(command.length)
+    if decoder is not None:
+        messages = decoder_messages(decoder, tokens=tokens)
+    else:
+        sizes = command.sizes or tuple(1 << n for n in range(14, 27, 2))
+        messages = tuple(Message(message_bytes=size) for size in sizes)
+    advice = advise(times, messages, margin=command.margin)
+    console = Console(soft_wrap=True, highlight=False)
+    console.print(_table(command, advice, ranks))
+    console.print(_settings(advice))
+    for name, faster in _gains(command, times, advice, decoder):
+        console.print(f"{name}: {faster:.2f} times as fast as with exact sums.")
+    return 0
+
+
+def _table(command: AdviseOn, advice: Advice, ranks: int) -> Table:
+    where = (
+        "here"
+        if command.machine == "here"
+        else f"assumed: {command.machine}, nodes of {command.ranks_per_node}, "
+        f"{command.ethernet_gbit:g} Gbit/s between"
+    )
+    table = Table(
+        *("message", "calls", "exact, ms", "echo, ms", "advised", "gain"),
+        title=f"Predicted all-reduce over {ranks} ranks ({where})",
+    )
+    rows = zip(advice.messages, advice.exact_seconds, advice.echo_seconds, strict=True)
+    for message, exact, echo in rows:
+        takes = advice.takes_echo(message)
+        table.add_row(
+            f"{message.message_bytes:,} B",
+            f"{message.calls}",
+            f"{1e3 * exact:.3g}",
+            f"{1e3 * echo:.3g}",
+            "echo" if takes else "exact",
+            f"{exact / echo:.2f}x" if takes else "-",
+        )
+    return table
+
+
+def _settings(advice: Advice) -> str:
+    if advice.min_bytes is None:
+        return "Few bits do not pay for these messages: EchoConfig().exact()"
+    return (
+        f"EchoConfig(min_bytes={advice.min_bytes}, num_chunks={advice.num_chunks}): "
+        "smaller messages are better summed exactly."
+    )
+
+
+def _gains(command: AdviseOn, times: SumTimes, advice: Advice, decoder):
+    """``(what, times as fast)`` of what was asked for."""
+    if command.share is not None:
+        yield "All of it", advice.gain_of_share(command.share)
+    if command.compute_ms is not None:
+        yield "First token", advice.gain(compute_seconds=command.compute_ms / 1e3)
+    if command.step_compute_ms is not None:
+        step = advice
+        if decoder is not None:
+            tokens = command.batch * command.length
+            messages = decoder_messages(decoder, tokens=tokens, what="step")
+            step = advise(times, messages, margin=command.margin)
+        yield "Step", step.gain(compute_seconds=command.step_compute_ms / 1e3)

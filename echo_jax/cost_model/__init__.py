@@ -1,0 +1,19 @@
+"""What a sum costs, exact and in few bits, and whether few bits pay."""
+
+from echo_jax.cost_model.advice import Advice as Advice
+from echo_jax.cost_model.advice import Message as Message
+from echo_jax.cost_model.advice import advise as advise
+from echo_jax.cost_model.advice import break_even as break_even
+from echo_jax.cost_model.advice import decoder_messages as decoder_messages
+from echo_jax.cost_model.calibration import Sample as Sample
+from echo_jax.cost_model.calibration import calibrate as calibrate
+from echo_jax.cost_model.calibration import fit as fit
+from echo_jax.cost_model.model import CodecSpeed as CodecSpeed
+from echo_jax.cost_model.model import CostModel as CostModel
+from echo_jax.cost_model.model import ExactSpeed as ExactSpeed
+from echo_jax.cost_model.model import Link as Link
+from echo_jax.cost_model.model import SumTimes as SumTimes
+from echo_jax.cost_model.projection import MACHINES as MACHINES
+from echo_jax.cost_model.projection import Machine as Machine
+from echo_jax.cost_model.projection import TwoLevels as TwoLevels
+from echo_jax.cost_model.projection import project as project

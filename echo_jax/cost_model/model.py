@@ -1,0 +1,226 @@
+"""Time of one all-reduce, exact and through the codec, from a few figures."""
+
+import dataclasses
+import json
+import math
+import pathlib
+from typing import Any, Protocol
+
+import jax.numpy as jnp
+
+from echo_jax.collectives import wire_bytes
+from echo_jax.collectives.traffic import check_dtype
+from echo_jax.config import EchoConfig
+from echo_jax.wire.format import WireFormat
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Link:
+    """What a rank sends over.
+
+    Raises:
+      ValueError: if a figure cannot be.
+    """
+
+    latency_seconds: float  # of one step, from one rank to the next
+    bytes_per_second: float  # that a rank can send, nominally; infinite: no limit
+    efficiency: float = 1.0  # of the nominal bytes, how many are the message's
+    # Part of an all_to_all's time that it takes once more because sending waits for
+    # receiving: 0 both at once, 1 one after the other, as gloo does with large ones.
+    stall: float = 0.0
+
+    def __post_init__(self):
+        _check_at_least_zero(self, "latency_seconds")
+        for name in ("bytes_per_second", "efficiency"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name}={getattr(self, name)} must be above 0.")
+        _check_share(self, "stall")
+
+    def seconds(self, sent: float) -> float:
+        """That so many bytes of a message take, latency apart."""
+        return sent / (self.bytes_per_second * self.efficiency)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExactSpeed:
+    """What an exact sum takes besides the link.
+
+    Raises:
+      ValueError: if a figure cannot be.
+    """
+
+    byte_seconds: float = 0.0  # of adding and copying, for each byte that is sent
+    # Whether it may go along a tree as well as round a ring, as NCCL's does.
+    tree: bool = False
+
+    def __post_init__(self):
+        _check_at_least_zero(self, "byte_seconds")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CodecSpeed:
+    """What the codec takes, while all ranks run it at once.
+
+    Raises:
+      ValueError: if a figure cannot be.
+    """
+
+    piece_seconds: float  # of each piece, however small: launches, two collectives
+    value_seconds: float  # of each value of a rank's message, all three stages
+    overlap: float = 0.0  # of the shorter of codec and transport, what pieces can hide
+
+    def __post_init__(self):
+        _check_at_least_zero(self, "piece_seconds", "value_seconds")
+        _check_share(self, "overlap")
+
+
+class SumTimes(Protocol):
+    """Anything that knows how long a sum takes."""
+
+    def exact_seconds(self, message_bytes: int) -> float:
+        """Of ``lax.psum``."""
+
+    def echo_seconds(self, message_bytes: int, num_chunks: int = 1) -> float:
+        """Of ``echo_psum``, through the codec however small the message."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CostModel:
+    r"""Time of one all-reduce over ranks that are all linked alike.
+
+    With :math:`N` ranks, a message of :math:`B` bytes and :math:`V` values, a link of
+    :math:`r` bytes a second, latency :math:`\lambda`, and :math:`K` pieces:
+
+    .. math::
+        t_\text{exact} &= 2(N-1)\lambda + 2\tfrac{N-1}{N} B\,(1/r + h) \\
+        t_\text{echo} &= K\,(p + 2(N-1)\lambda) + c + w
+          - o\,(1 - 1/K)\min(c, w) \\
+        c &= V e, \qquad w = \bigl(W_a\,(1 + s/K) + W_g\bigr) / r
+
+    where :math:`W_a` and :math:`W_g` are the bytes of :func:`echo_jax.wire_bytes`,
+    :math:`h` and :math:`e` the time of an exact byte and of a codec's value, :math:`p`
+    that of a piece, :math:`s` the stall and :math:`o` the overlap. Where the exact sum
+    may take a tree, it takes :math:`2\lceil\log_2 N\rceil\lambda + 2B(1/r + h)` if
+    that is less. Exchanges are charged a step for each other rank, one after the
+    other, which makes echo look worse rather than better on many ranks.
+
+    Example:
+        >>> model = CostModel(
+        ...     ranks=4,
+        ...     link=Link(latency_seconds=1e-5, bytes_per_second=1e9),
+        ...     exact=ExactSpeed(),
+        ...     codec=CodecSpeed(piece_seconds=1e-4, value_seconds=1e-10),
+        ... )
+        >>> model.exact_seconds(1 << 24) > 2 * model.echo_seconds(1 << 24)
+        True
+
+    Raises:
+      ValueError: for no ranks or an unsupported dtype.
+    """
+
+    ranks: int
+    link: Link
+    exact: ExactSpeed
+    codec: CodecSpeed
+    dtype: str = "bfloat16"  # of the messages
+    config: EchoConfig = EchoConfig()  # of the calls; its min_bytes has no say
+
+    def __post_init__(self):
+        if self.ranks < 1:
+            raise ValueError(f"ranks={self.ranks} must be at least 1.")
+        check_dtype(self.dtype)
+
+    def exact_seconds(self, message_bytes: int) -> float:
+        """Of ``lax.psum``: a ring, or a tree where that is quicker."""
+        ring = self._exact(
+            2 * (self.ranks - 1), 2 * (self.ranks - 1) / self.ranks * message_bytes
+        )
+        if not self.exact.tree or self.ranks == 1:
+            return ring
+        steps = 2 * math.ceil(math.log2(self.ranks))
+        return min(ring, self._exact(steps, 2 * message_bytes))
+
+    def echo_seconds(self, message_bytes: int, num_chunks: int = 1) -> float:
+        """Of ``echo_psum``, through the codec however small the message."""
+        values = self.values(message_bytes)
+        sent = self._wire(values)
+        blocks = sent["all_gather"] / max(1, self.ranks - 1)
+        pieces = num_chunks
+        if self.ranks > 1:  # no more than there are blocks to cut
+            most = int(blocks) // self.config.format.block_bytes
+            pieces = max(1, min(num_chunks, most))
+        codec = values * self.codec.value_seconds
+        exchange = sent["all_to_all"] * (1 + self.link.stall / pieces)
+        wire = self.link.seconds(exchange + sent["all_gather"])
+        steps = 2 * (self.ranks - 1) * self.link.latency_seconds
+        hidden = self.codec.overlap * (1 - 1 / pieces) * min(codec, wire)
+        return pieces * (self.codec.piece_seconds + steps) + codec + wire - hidden
+
+    def values(self, message_bytes: int) -> int:
+        """In a message of so many bytes."""
+        return message_bytes // jnp.dtype(self.dtype).itemsize
+
+    def over(self, bytes_per_second: float) -> "CostModel":
+        """The same ranks over a link of another nominal rate."""
+        link = dataclasses.replace(self.link, bytes_per_second=bytes_per_second)
+        return dataclasses.replace(self, link=link)
+
+    def save(self, path: pathlib.Path) -> None:
+        """Writes it as JSON; :meth:`load` reads it."""
+        entries = dataclasses.asdict(self)
+        if math.isinf(self.link.bytes_per_second):
+            entries["link"]["bytes_per_second"] = None  # JSON has no infinity
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(entries, indent=2) + "\n")
+
+    @classmethod
+    def load(cls, path: pathlib.Path) -> "CostModel":
+        """Reads what :meth:`save` wrote.
+
+        Raises:
+          ValueError: if the file holds something else.
+        """
+        try:
+            return _from_entries(json.loads(path.read_text()))
+        except (KeyError, TypeError, json.JSONDecodeError) as error:
+            raise ValueError(
+                f"{path} holds no cost model: {error!r}. Make one with "
+                "echo-jax advise --save FILE."
+            ) from error
+
+    def _exact(self, steps: int, sent: float) -> float:
+        own = sent * self.exact.byte_seconds
+        return steps * self.link.latency_seconds + self.link.seconds(sent) + own
+
+    def _wire(self, values: int) -> dict[str, int]:
+        config = dataclasses.replace(self.config, min_bytes=0, path="auto")
+        if not values:
+            return {"all_to_all": 0, "all_gather": 0}
+        return wire_bytes((values,), self.ranks, config, dtype=self.dtype)
+
+
+def _from_entries(entries: dict[str, Any]) -> CostModel:
+    link, config = dict(entries["link"]), dict(entries["config"])
+    if link["bytes_per_second"] is None:
+        link["bytes_per_second"] = math.inf
+    config["format"] = WireFormat(**config["format"])
+    return CostModel(
+        ranks=entries["ranks"],
+        link=Link(**link),
+        exact=ExactSpeed(**entries["exact"]),
+        codec=CodecSpeed(**entries["codec"]),
+        dtype=entries["dtype"],
+        config=EchoConfig(**config),
+    )
+
+
+def _check_at_least_zero(owner, *names: str) -> None:
+    for name in names:
+        value = getattr(owner, name)
+        if not 0 <= value < math.inf:
+            raise ValueError(f"{name}={value} must be at least 0 seconds, and finite.")
+
+
+def _check_share(owner, name: str) -> None:
+    if not 0 <= getattr(owner, name) <= 1:
+        raise ValueError(f"{name}={getattr(owner, name)} must lie in 0 to 1.")

@@ -1,0 +1,152 @@
+"""What to expect of machines that were not measured, with the assumptions stated.
+
+Measured: two H200s over NVLink (``experiments/results/bench_nvlink.jsonl``, fitted by
+``experiments/check_cost_model.py``). Assumed:
+
+- the codec is bound by memory: its time for a value goes with the nominal bandwidth of
+  the memory;
+- an NVLink reaches the same part of its nominal bandwidth on every machine, with 8
+  ranks as with 2, and no switch adds up;
+- each accelerator has a network card of its own of the given rate, of which nine
+  tenths are the message's; a step from node to node takes 10 microseconds;
+- an exact sum takes the quicker of a ring and a tree; in two levels it is scattered
+  inside the nodes, summed between them, each rank its part, and gathered inside.
+"""
+
+import dataclasses
+from typing import Literal
+
+from echo_jax.config import EchoConfig
+from echo_jax.cost_model.model import CodecSpeed, CostModel, ExactSpeed, Link
+
+Placement = Literal["between", "everywhere"]
+
+_ETHERNET_LATENCY = 1e-5  # seconds of a step
+_ETHERNET_EFFICIENCY = 0.9
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Machine:
+    """Data-sheet figures of an accelerator."""
+
+    memory_bytes_per_second: float  # of its memory
+    nvlink_bytes_per_second: float  # that it can send over NVLink
+
+
+MACHINES = {
+    "a100": Machine(memory_bytes_per_second=2.039e12, nvlink_bytes_per_second=300e9),
+    "h200": Machine(memory_bytes_per_second=4.8e12, nvlink_bytes_per_second=450e9),
+}
+
+# As fitted to two H200s, default settings; a test holds it against the fit.
+MEASURED = CostModel(
+    ranks=2,
+    link=Link(latency_seconds=1e-5, bytes_per_second=450e9, efficiency=0.7),
+    exact=ExactSpeed(tree=True),
+    codec=CodecSpeed(piece_seconds=4e-5, value_seconds=3.2e-12, overlap=0.3),
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TwoLevels:
+    """Nodes of linked ranks: one link inside a node, a slower one between.
+
+    A sum is scattered inside each node, summed between nodes, each rank the part that
+    it holds, and gathered inside. Echo sends the sums between the nodes in few bits
+    (``echo_psum`` over the axis of the nodes), and those inside too where that is
+    quicker (``echo_psum_scatter`` and ``echo_all_gather``), which rounds twice more.
+    One node is one level.
+    """
+
+    inside: CostModel  # its ranks are those of a node
+    between: CostModel  # its ranks are the nodes
+
+    @property
+    def ranks(self) -> int:
+        """Of all nodes."""
+        return self.inside.ranks * self.between.ranks
+
+    def exact_seconds(self, message_bytes: int) -> float:
+        """Of an exact sum."""
+        part = self._part(message_bytes)
+        return self.inside.exact_seconds(message_bytes) + (
+            self.between.exact_seconds(part)
+        )
+
+    def echo_seconds(self, message_bytes: int, num_chunks: int = 1) -> float:
+        """Of a sum in few bits, where they pay most."""
+        place = self.placement(message_bytes, num_chunks)
+        return self._placed(message_bytes, num_chunks, place)
+
+    def placement(self, message_bytes: int, num_chunks: int = 1) -> Placement:
+        """Where few bits pay most: between the nodes alone, or everywhere."""
+        if self.between.ranks == 1:
+            return "everywhere"
+        places: tuple[Placement, ...] = ("between", "everywhere")
+        return min(places, key=lambda p: self._placed(message_bytes, num_chunks, p))
+
+    def _placed(self, size: int, num_chunks: int, placement: Placement) -> float:
+        if placement == "everywhere":
+            seconds = self.inside.echo_seconds(size, num_chunks)
+        else:
+            seconds = self.inside.exact_seconds(size)
+        if self.between.ranks > 1:
+            seconds += self.between.echo_seconds(self._part(size), num_chunks)
+        return seconds
+
+    def _part(self, size: int) -> int:
+        return -(-size // self.inside.ranks)
+
+
+def project(
+    machine: str,
+    ranks: int,
+    *,
+    ranks_per_node: int = 8,
+    ethernet_gbit: float = 400.0,
+    dtype: str = "bfloat16",
+    config: EchoConfig = EchoConfig(),
+) -> TwoLevels:
+    """A cost model of nodes with NVLink inside and Ethernet between.
+
+    What is assumed is said at the head of this module.
+
+    Args:
+      machine: a name of ``MACHINES``.
+      ranks: of all nodes; one node if that is enough.
+      ranks_per_node: accelerators of a node.
+      ethernet_gbit: rate of each accelerator's card, Gbit/s.
+      dtype: of the messages.
+      config: of the echo calls.
+
+    Raises:
+      ValueError: for an unknown machine, or ranks that do not fill their nodes.
+
+    Example:
+        >>> project("h200", 64, ethernet_gbit=400).ranks
+        64
+    """
+    if machine not in MACHINES:
+        raise ValueError(f"machine={machine!r} must be one of {tuple(MACHINES)}.")
+    inside = min(ranks, ranks_per_node)
+    if inside < 1 or ranks % inside:
+        raise ValueError(
+            f"ranks={ranks} must fill nodes of ranks_per_node={ranks_per_node}."
+        )
+    if not ethernet_gbit > 0:
+        raise ValueError(f"ethernet_gbit={ethernet_gbit} must be above 0.")
+    here, measured = MACHINES[machine], MACHINES["h200"]
+    slower = measured.memory_bytes_per_second / here.memory_bytes_per_second
+    codec, link = MEASURED.codec, MEASURED.link
+    codec = dataclasses.replace(codec, value_seconds=slower * codec.value_seconds)
+    nvlink = dataclasses.replace(link, bytes_per_second=here.nvlink_bytes_per_second)
+    ethernet = Link(
+        latency_seconds=_ETHERNET_LATENCY,
+        bytes_per_second=1e9 / 8 * ethernet_gbit,
+        efficiency=_ETHERNET_EFFICIENCY,
+    )
+    node = dataclasses.replace(
+        MEASURED, ranks=inside, link=nvlink, codec=codec, dtype=dtype, config=config
+    )
+    between = dataclasses.replace(node, ranks=ranks // inside, link=ethernet)
+    return TwoLevels(inside=node, between=between)

@@ -1,0 +1,335 @@
+"""The cost model against measured times, and what it says of machines not measured.
+
+A model is fitted to a few cells of each measured grid and predicts all of them:
+
+- ``bench_nvlink``: the link from three sizes of the exact sum; the codec of each case
+  from the same three sizes, with four pieces where they were measured;
+- ``bench_network``: for each number of processes, three sizes without a limit and at
+  100 Mbit/s. The other rates are predicted from their nominal value. Idle links, in
+  namespaces; the exact sum is that of float16.
+
+Figures over all cells have the fitted ones among them; ``held out`` has not.
+The winner of a cell (size, ranks, rate) is the fastest of the measured cases, exact or
+echo. Projections for A100 and H200 nodes rest on the assumptions that
+``echo_jax/cost_model/projection.py`` states. Nothing is measured here, and the file is
+made anew.
+
+    python experiments/check_cost_model.py
+    python experiments/check_cost_model.py --tiny     # for CI: few projections
+"""
+
+import collections
+import dataclasses
+import functools
+import itertools
+import math
+import pathlib
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+
+import tyro
+
+from echo_jax import EchoConfig, WireFormat
+from echo_jax.cost_model import (
+    MACHINES,
+    Advice,
+    CostModel,
+    Message,
+    Sample,
+    advise,
+    fit,
+    project,
+)
+from echo_jax.cost_model.calibration import predict
+from echo_jax.records import Record, RecordWriter, read_records
+
+RESULTS = pathlib.Path(__file__).parent / "results"
+MIB = 1 << 20
+PIECES = ", 4 pieces"  # ends the names of cases that are cut
+NVLINK_SIZES = (MIB, 64 * MIB, 1024 * MIB)  # that are fitted
+NETWORK_SIZES = (1 << 14, 1 << 20, 1 << 24)
+NETWORK_RATES = (None, 100)  # Mbit/s
+CLEAR = 1.1  # ratio from which on a measured winner is no matter of chance
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What is compared."""
+
+    results: pathlib.Path = RESULTS  # folder of the measured grids
+    out: pathlib.Path = RESULTS / "check_cost_model.jsonl"
+    ranks: tuple[int, ...] = (8, 16, 32, 64, 128, 256, 512, 1024)  # projected
+    ethernet_gbit: tuple[float, ...] = (100, 200, 400)
+    sizes: tuple[int, ...] = tuple(MIB << n for n in (0, 2, 4, 6, 8))
+    tiny: bool = False  # few projections
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Row:
+    """One measured time and the model's."""
+
+    cell: tuple  # ranks, Mbit/s, bytes: what the cases compete in
+    case: str
+    sample: Sample
+    fitted: bool  # whether the model has seen it
+    predicted: float  # seconds
+    advised: bool  # whether the settings advised for its link sum this size so
+
+    @property
+    def error(self) -> float:
+        """Relative to the measured time."""
+        return abs(self.predicted / self.sample.seconds - 1)
+
+
+Key = Callable[[dict], bool]
+
+
+def sums(path: pathlib.Path, wanted: Key) -> list[dict]:
+    """The newest ``allreduce_ms`` of each cell and case that is wanted."""
+    newest = {}
+    for record in read_records(path) if path.exists() else []:
+        config = record["config"]
+        if record["metric"] == "allreduce_ms" and wanted(config):
+            key = (
+                config.get("processes", config.get("gpus")),
+                config.get("rate_mbit"),
+                config["message_bytes"],
+                config["case"],
+            )
+            newest[key] = record
+    return list(newest.values())
+
+
+def sample(record: dict, *, rated: bool) -> Sample:
+    """A record as the fit takes it; ``rated`` if the link's rate is known."""
+    config = record["config"]
+    rate = 1e6 / 8 * (config.get("rate_mbit") or math.inf)
+    return Sample(
+        message_bytes=config["message_bytes"],
+        seconds=record["value"] / 1e3,
+        num_chunks=None if config["path"] == "psum" else config["num_chunks"],
+        bytes_per_second=rate if rated else None,
+    )
+
+
+def echo_config(config: dict) -> EchoConfig:
+    """Of the echo calls of a record."""
+    return EchoConfig(
+        format=WireFormat(bits=config["bits"], rotate=config["rotate"]),
+        residual_dtype=config["residual_dtype"],
+    )
+
+
+def nvlink(folder: pathlib.Path) -> Iterator[Row]:
+    """Rows of the sums over NVLink: one link, a codec for each case."""
+    found = sums(folder / "bench_nvlink.jsonl", lambda c: not c["xla_flags"])
+    exact = [r for r in found if r["config"]["path"] == "psum"]
+    by_case = collections.defaultdict(list)
+    for record in found:
+        if record["config"]["path"] == "echo":
+            by_case[record["config"]["case"].removesuffix(PIECES)].append(record)
+    for number, records in enumerate(by_case.values()):
+        # The exact sums belong to every case and are judged once.
+        judged = records if number else exact + records
+        yield from compared(
+            exact + records,
+            judged,
+            lambda c: c["message_bytes"] in NVLINK_SIZES,
+            rated=False,
+        )
+
+
+def network(folder: pathlib.Path) -> Iterator[Row]:
+    """Rows of the sums over limited links: a model for each number of processes."""
+
+    def wanted(c: dict) -> bool:
+        idle = c["part"] == "allreduce" and not c["background"] and not c["delay_ms"]
+        return idle and c["network"] == "namespaces" and c["dtype"] == "float16"
+
+    def is_fitted(c: dict) -> bool:
+        return c["message_bytes"] in NETWORK_SIZES and c["rate_mbit"] in NETWORK_RATES
+
+    found = sums(folder / "bench_network.jsonl", wanted)
+    found = [r for r in found if r["config"]["path"] in ("psum", "echo")]
+    for processes in sorted({r["config"]["processes"] for r in found}):
+        records = [r for r in found if r["config"]["processes"] == processes]
+        yield from compared(records, records, is_fitted, rated=True)
+
+
+def model_of(records: Sequence[dict], *, rated: bool) -> CostModel:
+    """The model fitted to records of one number of ranks and one codec."""
+    first = next(r["config"] for r in records if r["config"]["path"] == "echo")
+    return fit(
+        [sample(r, rated=rated) for r in records],
+        first.get("processes") or first["gpus"],
+        dtype=first["dtype"],
+        config=echo_config(first),
+    )
+
+
+def compared(
+    records: list[dict], judged: list[dict], is_fitted: Key, *, rated: bool
+) -> Iterator[Row]:
+    """Fits the model to some of the records and judges it by others."""
+    model = model_of([r for r in records if is_fitted(r["config"])], rated=rated)
+    advices = advice_by_rate(model, records, rated=rated)
+    for record in judged:
+        config, measured = record["config"], sample(record, rated=rated)
+        advice = advices[config.get("rate_mbit")]
+        message = Message(message_bytes=measured.message_bytes)
+        pieces = advice.num_chunks if advice.takes_echo(message) else None
+        yield Row(
+            cell=(model.ranks, config.get("rate_mbit"), config["message_bytes"]),
+            case=config["case"],
+            sample=measured,
+            fitted=is_fitted(config),
+            predicted=predict(model, measured),
+            advised=pieces == measured.num_chunks,
+        )
+
+
+def advice_by_rate(
+    model: CostModel, records: list[dict], *, rated: bool
+) -> dict[float | None, Advice]:
+    """What is advised for the measured messages of each link, in measured pieces."""
+    by_rate = collections.defaultdict(list)
+    for record in records:
+        by_rate[record["config"].get("rate_mbit")].append(sample(record, rated=rated))
+    advices = {}
+    for rate, found in by_rate.items():
+        linked = model.over(found[0].bytes_per_second) if rated else model
+        sizes = sorted({s.message_bytes for s in found})
+        chunks = sorted({s.num_chunks for s in found if s.num_chunks})
+        messages = [Message(message_bytes=size) for size in sizes]
+        advices[rate] = advise(linked, messages, chunks=chunks)
+    return advices
+
+
+def judge(grid: str, rows: list[Row]) -> Iterator[Record]:
+    """Every prediction, then how good they are together."""
+    new = functools.partial(
+        Record, experiment="check_cost_model", unit="1", baseline="measured"
+    )
+    for row in rows:
+        ranks, rate, size = row.cell
+        config = {
+            "grid": grid,
+            "ranks": ranks,
+            "rate_mbit": rate,
+            "message_bytes": size,
+            "case": row.case,
+            "num_chunks": row.sample.num_chunks,
+            "measured_ms": 1e3 * row.sample.seconds,
+            "fitted": row.fitted,
+            "advised": row.advised,
+        }
+        milliseconds = 1e3 * row.predicted
+        yield new(metric="predicted_ms", value=milliseconds, config=config, unit="ms")
+    held_out = [row for row in rows if not row.fitted]
+    for of, some in (("all", rows), ("held out", held_out)):
+        if some:
+            error = statistics.median(row.error for row in some)
+            config = {"grid": grid, "of": of, "count": len(some)}
+            yield new(metric="median_relative_error", value=error, config=config)
+    found = duels(rows)
+    clear = [duel for duel in found if not 1 / CLEAR < duel[0] < CLEAR]
+    for of, some in (("all", found), ("clear", clear)):
+        if some:
+            right = statistics.mean((m > 1) == (p > 1) for m, p in some)
+            config = {"grid": grid, "of": of, "count": len(some)}
+            yield new(metric="right_winner_share", value=right, config=config)
+    ratios = advised_speedups(rows)
+    config = {"grid": grid, "of": "all", "count": len(ratios)}
+    yield new(metric="worst_advised_speedup", value=min(ratios), config=config)
+
+
+def by_cell(rows: list[Row]) -> list[tuple[Row, list[Row]]]:
+    """The exact sum and echo's of each cell that has both."""
+    found = collections.defaultdict(list)
+    for row in rows:
+        found[row.cell].append(row)
+    pairs = []
+    for cell in found.values():
+        exact = [row for row in cell if row.sample.num_chunks is None]
+        echo = [row for row in cell if row.sample.num_chunks is not None]
+        if exact and echo:
+            pairs.append((exact[0], echo))
+    return pairs
+
+
+def duels(rows: list[Row]) -> list[tuple[float, float]]:
+    """How much faster echo's best case is in each cell: measured and predicted."""
+    return [
+        (
+            exact.sample.seconds / min(row.sample.seconds for row in echo),
+            exact.predicted / min(row.predicted for row in echo),
+        )
+        for exact, echo in by_cell(rows)
+    ]
+
+
+def advised_speedups(rows: list[Row]) -> list[float]:
+    """Measured gain over the exact sum of what is advised, by cell and echo case."""
+    ratios = []
+    for exact, echo in by_cell(rows):
+        gains = [exact.sample.seconds / r.sample.seconds for r in echo if r.advised]
+        ratios += gains or [1.0]
+    return ratios
+
+
+def projections(settings: Settings) -> Iterator[Record]:
+    """Gains of one sum on nodes of eight, by machine, card, ranks and size."""
+    for machine, gbit, ranks, size in itertools.product(
+        MACHINES, settings.ethernet_gbit, settings.ranks, settings.sizes
+    ):
+        if ranks <= 8 and gbit != settings.ethernet_gbit[0]:
+            continue  # one node has no other link
+        nodes = project(machine, ranks, ethernet_gbit=gbit)
+        advice = advise(nodes, [Message(message_bytes=size)])
+        exact = advice.all_exact_seconds
+        config = {
+            "machine": machine,
+            "ranks": ranks,
+            "ranks_per_node": 8,
+            "ethernet_gbit": gbit if ranks > 8 else None,
+            "message_bytes": size,
+            "exact_ms": 1e3 * exact,
+            "path": advice.path,
+            "num_chunks": advice.num_chunks,
+            "few_bits": nodes.placement(size, advice.num_chunks),
+        }
+        yield Record(
+            experiment="check_cost_model",
+            metric="projected_speedup",
+            value=exact / advice.advised_seconds,
+            unit="1",
+            config=config,
+            baseline="exact, projected",
+        )
+
+
+def main() -> None:
+    settings = tyro.cli(Settings, description=__doc__)
+    if settings.tiny:
+        settings = dataclasses.replace(
+            settings, ranks=(8, 64), ethernet_gbit=(400,), sizes=(64 * MIB,)
+        )
+    settings.out.unlink(missing_ok=True)
+    writer = RecordWriter(settings.out)
+    for grid, compare in (("bench_nvlink", nvlink), ("bench_network", network)):
+        rows = list(compare(settings.results))
+        if not rows:
+            print(f"{grid}: not measured yet.", flush=True)
+            continue
+        for record in judge(grid, rows):
+            writer.write(record)
+            if record.metric != "predicted_ms":
+                of, count = record.config["of"], record.config["count"]
+                print(f"{grid}: {record.metric} ({of}, {count}) {record.value:.3f}")
+    for record in projections(settings):
+        writer.write(record)
+    print(f"Figures in {settings.out}.")
+
+
+if __name__ == "__main__":
+    main()
