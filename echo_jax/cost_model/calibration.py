@@ -16,6 +16,7 @@ from echo_jax.cost_model.model import CodecSpeed, CostModel, ExactSpeed, Link
 
 SIZES = tuple(1 << n for n in (14, 17, 20, 22, 24))  # bytes, 16 KiB to 16 MiB
 LARGE_SIZES = tuple(1 << n for n in (18, 20, 22, 24, 26, 28))  # for fast links
+_NONE = 1e-12  # stands for a coefficient that is held at zero
 _OUTLIER = 0.1  # relative error from which on a sample counts less than its square
 
 
@@ -50,7 +51,8 @@ def fit(
     link, then echo's give the codec. What a sum takes whatever its size counts as the
     latency of its steps. Where links of known rates were measured, the rates are taken
     from the samples, and what an exact byte takes besides is told apart from them;
-    otherwise it counts as the link's.
+    otherwise it counts as the link's unless echo's bytes are faster, and what a stall
+    takes counts as the codec's.
 
     Args:
       samples: exact sums of two sizes at least, and echo's; of more numbers of pieces
@@ -156,61 +158,74 @@ def _fit_exact(samples: Sequence[Sample], ranks: int) -> tuple[Link, ExactSpeed]
     known = [s.bytes_per_second for s in samples if s.bytes_per_second is not None]
     if known and len(known) < len(samples):
         raise ValueError("the rate of a link is known for some samples, not for all.")
-    steps, share = 2 * (ranks - 1), 2 * (ranks - 1) / ranks
-    sent = np.array([share * s.message_bytes for s in samples])
-    columns = [np.full(len(samples), float(steps)), sent]
-    limited = [rate for rate in known if math.isfinite(rate)]
-    if limited:
-        columns.append(sent / np.array(known))
     seconds = np.array([s.seconds for s in samples])
-    found, _ = optimize.nnls(
-        np.stack(columns, axis=1) / seconds[:, None], np.ones(len(samples))
-    )
-    latency, per_byte = float(found[0]), float(found[1])
+    sent = 2 * (ranks - 1) / ranks * np.array([s.message_bytes for s in samples])
+    # No link is faster than its nominal rate: what that takes is no unknown.
+    wire = sent / np.array(known) if known else np.zeros(len(samples))
+    columns = np.stack([np.full(len(samples), 2.0 * (ranks - 1)), sent, wire], axis=1)
+    found, _ = optimize.nnls(columns / seconds[:, None], 1 - wire / seconds)
+    latency, byte_seconds, more = (float(value) for value in found)
     if known:
-        inverse = float(found[2]) if limited else 1.0
         link = Link(
             latency_seconds=latency,
             bytes_per_second=max(known),
-            efficiency=1 / inverse if inverse else 1.0,
+            efficiency=1 / (1 + more),
         )
-        return link, ExactSpeed(byte_seconds=per_byte)
-    rate = 1 / per_byte if per_byte else math.inf
+        return link, ExactSpeed(byte_seconds=byte_seconds)
+    rate = 1 / byte_seconds if byte_seconds else math.inf
     return Link(latency_seconds=latency, bytes_per_second=rate), ExactSpeed()
 
 
 def _fit_echo(model: CostModel, samples: Sequence[Sample]) -> CostModel:
-    """Time of a piece and of a value, stall and overlap."""
+    """Time of a piece and of a value, overlap and stall."""
     measured = np.array([s.seconds for s in samples])
     values = np.array([model.values(s.message_bytes) for s in samples])
     # Units in which each unknown is about one.
     unit = np.array([measured.min(), float(np.max(measured / values)), 1.0, 1.0])
+    rated = samples[0].bytes_per_second is not None
+    # Without pieces nothing tells overlap and stall from the rest; on a link of unknown
+    # rate nothing tells a stall, which pieces shorten, from a codec, which they hide.
     cut = any((s.num_chunks or 1) > 1 for s in samples)
-
-    def build(unknowns) -> CostModel:
-        piece, value, stall, overlap = (float(u) for u in unknowns * unit)
-        return dataclasses.replace(
-            model,
-            link=dataclasses.replace(model.link, stall=min(stall, 1.0)),
-            codec=CodecSpeed(
-                piece_seconds=piece, value_seconds=value, overlap=min(overlap, 1.0)
-            ),
-        )
+    most = np.array([1.0 if cut else _NONE, 1.0 if cut and rated else _NONE])
 
     def errors(unknowns):
-        guess = build(unknowns)
+        guess = _with_codec(model, unknowns, unit)
         return np.array([predict(guess, s) for s in samples]) / measured - 1
 
-    # Without pieces nothing tells stall and overlap from the rest.
-    most = 1.0 if cut else 1e-12
     best = optimize.least_squares(
         errors,
-        np.array([0.5, 0.1, most / 4, most / 4]),
-        bounds=([0, 0, 0, 0], [np.inf, np.inf, most, most]),
+        np.array([0.5, 0.1, *(most / 4)]),
+        bounds=(
+            np.array([0.0, 0.0 if rated else _NONE - 1, 0.0, 0.0]),
+            np.array([np.inf, np.inf, *most]),
+        ),
         loss="soft_l1",
         f_scale=_OUTLIER,
         xtol=1e-12,
         ftol=1e-12,
         gtol=1e-12,
     )
-    return build(best.x)
+    return _with_codec(model, best.x, unit)
+
+
+def _with_codec(model: CostModel, unknowns, unit) -> CostModel:
+    """The model with a codec of these figures, each in its unit.
+
+    A value that takes less than nothing stands for exact bytes that take longer than
+    the link's: by so much the exact sum is slowed down by itself.
+    """
+    value = float(unknowns[1])
+    piece, value_seconds, overlap, stall = (
+        float(figure) for figure in unit * np.maximum(unknowns, 0.0)
+    )
+    link = dataclasses.replace(model.link, stall=min(stall, 1.0))
+    exact = model.exact
+    if value < 0:
+        byte_seconds = 1 / link.bytes_per_second
+        exact = dataclasses.replace(exact, byte_seconds=-value * byte_seconds)
+        rate = link.bytes_per_second / (1 + value)
+        link = dataclasses.replace(link, bytes_per_second=rate)
+    codec = CodecSpeed(
+        piece_seconds=piece, value_seconds=value_seconds, overlap=min(overlap, 1.0)
+    )
+    return dataclasses.replace(model, link=link, exact=exact, codec=codec)

@@ -4,7 +4,7 @@ import dataclasses
 import json
 import math
 import pathlib
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 
@@ -24,7 +24,7 @@ class Link:
 
     latency_seconds: float  # of one step, from one rank to the next
     bytes_per_second: float  # that a rank can send, nominally; infinite: no limit
-    efficiency: float = 1.0  # of the nominal bytes, how many are the message's
+    efficiency: float = 1.0  # part of that rate which messages reach
     # Part of an all_to_all's time that it takes once more because sending waits for
     # receiving: 0 both at once, 1 one after the other, as gloo does with large ones.
     stall: float = 0.0
@@ -34,9 +34,9 @@ class Link:
         for name in ("bytes_per_second", "efficiency"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}={getattr(self, name)} must be above 0.")
-        _check_share(self, "stall")
+        _check_share(self, "efficiency", "stall")
 
-    def seconds(self, sent: float) -> float:
+    def seconds(self, sent: int | float) -> float:
         """That so many bytes of a message take, latency apart."""
         return sent / (self.bytes_per_second * self.efficiency)
 
@@ -74,6 +74,7 @@ class CodecSpeed:
         _check_share(self, "overlap")
 
 
+@runtime_checkable
 class SumTimes(Protocol):
     """Anything that knows how long a sum takes."""
 
@@ -138,7 +139,7 @@ class CostModel:
         if not self.exact.tree or self.ranks == 1:
             return ring
         steps = 2 * math.ceil(math.log2(self.ranks))
-        return min(ring, self._exact(steps, 2 * message_bytes))
+        return min(ring, self._exact(steps, 2.0 * message_bytes))
 
     def echo_seconds(self, message_bytes: int, num_chunks: int = 1) -> float:
         """Of ``echo_psum``, through the codec however small the message."""
@@ -188,7 +189,7 @@ class CostModel:
                 "echo-jax advise --save FILE."
             ) from error
 
-    def _exact(self, steps: int, sent: float) -> float:
+    def _exact(self, steps: int, sent: int | float) -> float:
         own = sent * self.exact.byte_seconds
         return steps * self.link.latency_seconds + self.link.seconds(sent) + own
 
@@ -221,6 +222,7 @@ def _check_at_least_zero(owner, *names: str) -> None:
             raise ValueError(f"{name}={value} must be at least 0 seconds, and finite.")
 
 
-def _check_share(owner, name: str) -> None:
-    if not 0 <= getattr(owner, name) <= 1:
-        raise ValueError(f"{name}={getattr(owner, name)} must lie in 0 to 1.")
+def _check_share(owner, *names: str) -> None:
+    for name in names:
+        if not 0 <= getattr(owner, name) <= 1:
+            raise ValueError(f"{name}={getattr(owner, name)} must lie in 0 to 1.")

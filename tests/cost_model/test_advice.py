@@ -1,0 +1,145 @@
+"""Echo is advised where, and only where, it is predicted to pay."""
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import echo_jax as echo
+from echo_jax.cost_model import Message, advise, break_even, decoder_messages
+from echo_jax.cost_model.advice import CHUNKS
+from echo_jax.models import DecoderConfig
+from echo_jax.models.traffic import stream_traffic
+from tests.cost_model.models import LAN, models
+
+FAST = LAN.over(1e12)  # on which the codec takes longer than the exact bytes
+FAST = dataclasses.replace(FAST, exact=dataclasses.replace(LAN.exact, byte_seconds=0.0))
+MESSAGES = st.lists(
+    st.builds(
+        Message, message_bytes=st.integers(1, 1 << 30), calls=st.integers(1, 100)
+    ),
+    min_size=1,
+    max_size=6,
+)
+
+
+@given(models(), MESSAGES, st.sampled_from([0.0, 0.1, 0.5]))
+def test_echo_is_never_advised_where_it_is_predicted_to_be_slower(
+    model, messages, margin
+):
+    advice = advise(model, messages, margin=margin)
+    for message in messages:
+        exact = model.exact_seconds(message.message_bytes)
+        few = model.echo_seconds(message.message_bytes, advice.num_chunks)
+        if advice.takes_echo(message):
+            assert exact > (1 + margin) * few
+    assert advice.advised_seconds <= advice.all_exact_seconds
+    assert advice.gain(compute_seconds=1e-3) >= 1
+    if advice.path == "exact":
+        assert not any(map(advice.takes_echo, messages))
+
+
+@given(models(), MESSAGES)
+def test_no_other_number_of_pieces_would_be_better(model, messages):
+    best = advise(model, messages).advised_seconds
+    for pieces in CHUNKS:
+        assert best <= advise(model, messages, chunks=[pieces]).advised_seconds
+
+
+@given(models(), st.sampled_from(CHUNKS))
+def test_the_break_even_is_where_the_times_cross(model, pieces):
+    size = break_even(model, num_chunks=pieces)
+    if size is None:
+        large = 1 << 34
+        assert model.exact_seconds(large) <= model.echo_seconds(large, pieces)
+        return
+    assert model.exact_seconds(size) > model.echo_seconds(size, pieces)
+    if size > 1:
+        assert model.exact_seconds(size - 1) <= model.echo_seconds(size - 1, pieces)
+
+
+def test_a_slow_link_pays_sooner_than_a_fast_one():
+    sizes = [break_even(LAN.over(rate)) for rate in (1e6, 1e7, 1e8)]
+    assert sizes == sorted(sizes)
+    assert len(set(sizes)) == 3
+    assert break_even(FAST) is None
+
+
+def test_the_exact_path_is_advised_where_few_bits_lose():
+    message = Message(message_bytes=1 << 26)
+    advice = advise(FAST, [message])
+    assert advice.path == "exact"
+    assert advice.configure(echo.EchoConfig()).is_exact
+    assert advice.gain(compute_seconds=0.0) == 1
+    assert advice.gain_of_share(0.5) == 1
+
+
+def test_the_advised_configuration_takes_the_path_that_was_counted():
+    messages = [Message(message_bytes=1 << n) for n in range(12, 28, 2)]
+    advice = advise(LAN, messages)
+    assert {advice.takes_echo(message) for message in messages} == {True, False}
+    config = advice.configure(echo.EchoConfig())
+    for message in messages:
+        shape = (message.message_bytes // 2048, 1024)
+        path = echo.explain(shape, "float16", 4, config).path
+        assert path == ("echo" if advice.takes_echo(message) else "exact")
+    assert config.num_chunks == advice.num_chunks
+
+
+def test_gains_follow_from_the_share_of_the_sums():
+    messages = [Message(message_bytes=1 << 24, calls=10)]
+    advice = advise(LAN, messages)
+    exact, few = advice.all_exact_seconds, advice.advised_seconds
+    assert exact == pytest.approx(10 * LAN.exact_seconds(1 << 24))
+    # Half of the time computing is as much computing as summing.
+    assert advice.gain_of_share(0.5) == pytest.approx(
+        advice.gain(compute_seconds=exact)
+    )
+    assert advice.gain_of_share(1.0) == pytest.approx(exact / few)
+    assert advice.gain_of_share(0.0) == 1
+    gains = [advice.gain(compute_seconds=t) for t in (0.0, 0.1, 1.0)]
+    assert gains == sorted(gains, reverse=True)
+
+
+def test_a_decoders_messages_are_those_that_it_sends():
+    """Against the byte counts of ``stream_traffic``, which count the vocabulary too."""
+    config = DecoderConfig(num_layers=3, width=64, dtype="bfloat16", remat="layer")
+    exact = echo.DepthPlan.uniform(echo.EchoConfig().exact()).bind(config.num_calls)
+    for what, directions in (
+        ("first token", ["forward"]),
+        ("step", ["forward", "backward"]),
+    ):
+        (message,) = decoder_messages(config, tokens=128, what=what)
+        a_sum = echo.wire_bytes((128, 64), 4, exact.vocab)
+        sent = sum(
+            sum(
+                stream_traffic(
+                    config, exact, batch=1, length=128, ranks=4, direction=direction
+                ).values()
+            )
+            for direction in directions
+        )
+        vocabulary = len(directions)
+        assert message.message_bytes == 128 * 64 * 2
+        assert sent == (message.calls + vocabulary) * sum(a_sum.values())
+
+
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [
+        (lambda: advise(LAN, []), r"messages=\[\] must not be empty"),
+        (lambda: advise(LAN, [Message(message_bytes=1)], chunks=[0]), "chunks="),
+        (lambda: advise(LAN, [Message(message_bytes=1)], margin=-1.0), "margin=-1.0"),
+        (lambda: Message(message_bytes=0), "message_bytes=0"),
+        (lambda: Message(message_bytes=1, calls=0), "calls=0"),
+    ],
+)
+def test_misuse_is_refused(build, words):
+    with pytest.raises(ValueError, match=words):
+        build()
+    advice = advise(LAN, [Message(message_bytes=1)])
+    with pytest.raises(ValueError, match="share=2"):
+        advice.gain_of_share(2.0)
+    with pytest.raises(ValueError, match="compute_seconds=-1"):
+        advice.gain(compute_seconds=-1.0)
