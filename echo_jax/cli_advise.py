@@ -85,6 +85,8 @@ class AdviseOn:
             raise ValueError(
                 f"length={self.length} and batch={self.batch} must be at least 1."
             )
+        if self.margin < 0:
+            raise ValueError(f"margin={self.margin} must be at least 0.")
         given = (self.compute_ms, self.step_compute_ms)
         if any(time is not None and time < 0 for time in given):
             raise ValueError("compute_ms and step_compute_ms must be at least 0.")

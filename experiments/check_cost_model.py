@@ -235,7 +235,7 @@ def judge(grid: str, rows: list[Row]) -> Iterator[Record]:
     clear = [duel for duel in found if not 1 / CLEAR < duel[0] < CLEAR]
     for of, some in (("all", found), ("clear", clear)):
         if some:
-            right = statistics.mean((m > 1) == (p > 1) for m, p in some)
+            right = statistics.fmean((m > 1) == (p > 1) for m, p in some)
             config = {"grid": grid, "of": of, "count": len(some)}
             yield new(metric="right_winner_share", value=right, config=config)
     ratios = advised_speedups(rows)

@@ -1,0 +1,115 @@
+"""``echo-jax advise`` says what the cost model says."""
+
+import json
+
+import pytest
+
+from echo_jax import cli, cli_advise
+from echo_jax.cost_model import CostModel, Message, advise
+from tests.cost_model.models import LAN
+
+
+@pytest.fixture
+def calibration(tmp_path):
+    """A saved calibration."""
+    path = tmp_path / "lan.json"
+    LAN.save(path)
+    return path
+
+
+def said(capsys, *arguments) -> str:
+    """What the command prints, in one line."""
+    assert cli.main(["advise", *map(str, arguments)]) == 0
+    return " ".join(capsys.readouterr().out.split())
+
+
+def test_settings_and_gain_are_those_of_the_model(calibration, capsys):
+    sizes = (1 << 12, 1 << 24)
+    messages = [Message(message_bytes=size) for size in sizes]
+    advice = advise(LAN, messages)
+    text = said(capsys, "--load", calibration, "--sizes", *sizes, "--compute-ms", "100")
+    assert "over 4 ranks (here)" in text
+    config = f"EchoConfig(min_bytes={advice.min_bytes}, num_chunks={advice.num_chunks})"
+    assert config in text
+    assert f"First token: {advice.gain(compute_seconds=0.1):.2f} times" in text
+    text = said(capsys, "--load", calibration, "--sizes", *sizes, "--share", "0.4")
+    assert f"All of it: {advice.gain_of_share(0.4):.2f} times" in text
+
+
+def test_where_few_bits_do_not_pay_it_says_so(calibration, capsys):
+    text = said(capsys, "--load", calibration, "--sizes", "4096", "--share", "0.5")
+    assert "Few bits do not pay for these messages: EchoConfig().exact()" in text
+    assert "All of it: 1.00 times" in text
+
+
+def test_a_model_brings_its_messages(calibration, tmp_path, capsys):
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": 1024,
+        "hidden_size": 256,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "intermediate_size": 512,
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "torch_dtype": "float16",
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    arguments = ["--load", calibration, "--model", tmp_path, "--length", "1024"]
+    text = said(capsys, *arguments, "--batch", "8", "--step-compute-ms", "50")
+    message = Message(message_bytes=8 * 1024 * 256 * 2, calls=12)
+    assert f"{message.message_bytes:,} B │ 12 │" in text
+    step = Message(message_bytes=message.message_bytes, calls=24)
+    gain = advise(LAN, [step]).gain(compute_seconds=0.05)
+    assert f"Step: {gain:.2f} times" in text
+
+
+def test_a_machine_is_assumed_and_said_to_be(capsys):
+    text = said(capsys, "--machine", "a100", "--ranks", "64", "--ethernet-gbit", "100")
+    assert "over 64 ranks" in text
+    assert "assumed: a100" in text
+
+
+def test_a_mesh_is_calibrated_and_saved(tmp_path, monkeypatch, capsys):
+    """On two simulated devices; the sizes are made smaller to be quick."""
+    monkeypatch.setattr(cli_advise, "SIZES", (1 << 12, 1 << 14))
+    path = tmp_path / "here.json"
+    text = said(capsys, "--tensor-ranks", "2", "--save", path, "--sizes", "65536")
+    assert "over 2 ranks (here)" in text
+    found = CostModel.load(path)
+    assert found.ranks == 2
+    assert found.dtype == "float16"
+    assert "65,536 B" in said(capsys, "--load", path, "--sizes", "65536")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--tensor-ranks", "1"], "1 rank has nothing to sum"),
+        (["--sizes", "0"], "sizes=(0,) must hold bytes"),
+        (["--length", "0"], "length=0"),
+        (["--share", "2"], "share=2.0 must lie in 0 to 1"),
+        (["--share", "0.1", "--compute-ms", "1"], "not both"),
+        (["--compute-ms", "-1"], "must be at least 0"),
+        (["--sizes", "4", "--model", "somewhere"], "give sizes or a model"),
+        (["--load", "lan.json", "--machine", "h200"], "a calibration (load) or"),
+        (["--load", "lan.json", "--save", "a.json"], "nothing is measured"),
+        (["--load", "missing.json"], "missing.json"),
+        (["--machine", "h200", "--ranks", "12"], "ranks=12 must fill nodes"),
+        (["--model", "missing"], "missing does not exist"),
+        (["--load", "lan.json", "--dtype", "float32"], "was calibrated for float16"),
+        (["--load", "lan.json", "--margin", "-1"], "margin=-1.0"),
+    ],
+)
+@pytest.mark.usefixtures("calibration", "as_shipped")
+def test_it_says_clearly_what_is_wrong(arguments, words, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    try:
+        code = cli.main(["advise", *arguments])
+    except SystemExit as end:  # the parser's own way
+        code = end.code
+    assert code == 2
+    assert words in " ".join(capsys.readouterr().err.replace("│", " ").split())
