@@ -19,6 +19,7 @@ import sys
 from collections.abc import Callable, Iterator
 
 import benchmark_tables
+import cost_tables
 
 ROOT = pathlib.Path(__file__).parents[1]
 RESULTS = ROOT / "experiments" / "results"
@@ -317,6 +318,11 @@ def _made(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     return _table(head, rows) if rows else NOTHING
 
 
+def cost_table(table: Callable) -> Callable[[pathlib.Path], str]:
+    """A table of the cost model's predictions, from their file."""
+    return lambda folder: _made(*table(read(folder, "check_cost_model.jsonl")))
+
+
 def kernel_table(folder: pathlib.Path) -> str:
     """Time of each stage at the reference setting: 1 GiB, 8 ranks, 4 bits, block 64."""
     stages = ("send", "reduce", "return", "return_add", "total")
@@ -493,6 +499,10 @@ TABLES: dict[str, Callable[[pathlib.Path], str]] = {
     "network": network_table,
     "network-model": network_model_table,
     "backends": backend_table,
+    "cost-accuracy": cost_table(cost_tables.accuracy_table),
+    "cost-nvlink": cost_table(cost_tables.nvlink_table),
+    "cost-network": cost_table(cost_tables.network_table),
+    "cost-projected": cost_table(cost_tables.projection_table),
 }
 
 SECTIONS = (
@@ -537,6 +547,7 @@ SECTIONS = (
      "the bytes of a message. Under 1 echo loses."),
     ("A decoder over a slow network", "bench_network", "network-model",
      "The same, random weights, two processes. Exact sums travel in float16."),
+    *cost_tables.SECTIONS,
 )  # fmt: skip
 
 

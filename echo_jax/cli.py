@@ -13,7 +13,7 @@ import tyro
 from rich import progress
 from rich.console import Console
 
-from echo_jax.cli_advise import AdviseOn, prepare_advice
+from echo_jax.cli_advise import Advise, prepare_advice
 from echo_jax.cli_bench import Bench, bench
 from echo_jax.cli_evaluate import Evaluate, PlanName, chosen_plan, prepare_evaluation
 from echo_jax.collectives import explain
@@ -87,7 +87,7 @@ class Generate:
     config: tyro.conf.OmitArgPrefixes[EchoConfig] = EchoConfig()
 
 
-Command = Train | PrepareText | Generate | Evaluate | Bench | AdviseOn | Explain
+Command = Train | PrepareText | Generate | Evaluate | Bench | Advise | Explain
 
 
 def _command(defaults: Train):
@@ -98,7 +98,7 @@ def _command(defaults: Train):
         | Annotated[Generate, tyro.conf.subcommand("generate")]
         | Annotated[Evaluate, tyro.conf.subcommand("evaluate")]
         | Annotated[Bench, tyro.conf.subcommand("bench")]
-        | Annotated[AdviseOn, tyro.conf.subcommand("advise")]
+        | Annotated[Advise, tyro.conf.subcommand("advise")]
         | Annotated[Explain, tyro.conf.subcommand("explain")]
     )
 
@@ -132,7 +132,7 @@ def _run(arguments: list[str] | None) -> int:
             finish = bench(command, _loading_bar)
         elif isinstance(command, PrepareText):
             finish = prepare_text(command)
-        elif isinstance(command, AdviseOn):
+        elif isinstance(command, Advise):
             finish = prepare_advice(command)
         else:
             finish = prepare_training(command)

@@ -32,7 +32,7 @@ from echo_jax.models.loading import read_checkpoint
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AdviseOn:
+class Advise:
     """Say whether echo pays, with which settings, and what it brings.
 
     Measures the mesh for a short while, unless a calibration or a machine is given.
@@ -100,7 +100,7 @@ class AdviseOn:
             raise ValueError("nothing is measured that could be saved.")
 
 
-def prepare_advice(command: AdviseOn) -> Callable[[], int]:
+def prepare_advice(command: Advise) -> Callable[[], int]:
     """Checks what can be wrong; what is returned measures and advises."""
     decoder = None
     if command.model is not None:
@@ -142,7 +142,7 @@ def _decoder(path: pathlib.Path) -> DecoderConfig:
     return read_checkpoint(path).decoder
 
 
-def _measure(command: AdviseOn, mesh: Mesh, dtype: str | None) -> CostModel:
+def _measure(command: Advise, mesh: Mesh, dtype: str | None) -> CostModel:
     """Calibrates; the first process saves."""
     on_cpu = jax.devices()[0].platform == "cpu"
     measured = calibrate(
@@ -157,7 +157,7 @@ def _measure(command: AdviseOn, mesh: Mesh, dtype: str | None) -> CostModel:
 
 
 def _report(
-    command: AdviseOn, times: SumTimes, ranks: int, decoder: DecoderConfig | None
+    command: Advise, times: SumTimes, ranks: int, decoder: DecoderConfig | None
 ) -> int:
     """Prints times, settings and gains."""
     if jax.process_count() > 1 and jax.process_index():
@@ -177,7 +177,7 @@ def _report(
     return 0
 
 
-def _table(command: AdviseOn, advice: Advice, ranks: int) -> Table:
+def _table(command: Advise, advice: Advice, ranks: int) -> Table:
     where = (
         "here"
         if command.machine == "here"
@@ -211,7 +211,7 @@ def _settings(advice: Advice) -> str:
     )
 
 
-def _gains(command: AdviseOn, times: SumTimes, advice: Advice, decoder):
+def _gains(command: Advise, times: SumTimes, advice: Advice, decoder):
     """``(what, times as fast)`` of what was asked for."""
     if command.share is not None:
         yield "All of it", advice.gain_of_share(command.share)

@@ -59,7 +59,7 @@ class Settings:
     results: pathlib.Path = RESULTS  # folder of the measured grids
     out: pathlib.Path = RESULTS / "check_cost_model.jsonl"
     ranks: tuple[int, ...] = (8, 16, 32, 64, 128, 256, 512, 1024)  # projected
-    ethernet_gbit: tuple[float, ...] = (100, 200, 400)
+    ethernet_gbit: tuple[float, ...] = (100.0, 200.0, 400.0)
     sizes: tuple[int, ...] = tuple(MIB << n for n in (0, 2, 4, 6, 8))
     tiny: bool = False  # few projections
 
@@ -284,7 +284,7 @@ def projections(settings: Settings) -> Iterator[Record]:
     ):
         if ranks <= 8 and gbit != settings.ethernet_gbit[0]:
             continue  # one node has no other link
-        nodes = project(machine, ranks, ethernet_gbit=gbit)
+        nodes = project(machine, ranks, ethernet_gbit=float(gbit))
         advice = advise(nodes, [Message(message_bytes=size)])
         exact = advice.all_exact_seconds
         config = {
@@ -312,7 +312,7 @@ def main() -> None:
     settings = tyro.cli(Settings, description=__doc__)
     if settings.tiny:
         settings = dataclasses.replace(
-            settings, ranks=(8, 64), ethernet_gbit=(400,), sizes=(64 * MIB,)
+            settings, ranks=(8, 64), ethernet_gbit=(400.0,), sizes=(64 * MIB,)
         )
     settings.out.unlink(missing_ok=True)
     writer = RecordWriter(settings.out)

@@ -10,7 +10,9 @@ Measured: two H200s over NVLink (``experiments/results/bench_nvlink.jsonl``, fit
 - each accelerator has a network card of its own of the given rate, of which nine
   tenths are the message's; a step from node to node takes 10 microseconds;
 - an exact sum takes the quicker of a ring and a tree; in two levels it is scattered
-  inside the nodes, summed between them, each rank its part, and gathered inside.
+  inside the nodes, summed between them, each rank its part, and gathered inside;
+- echo's exchanges take a step for each other rank, one after the other, which is hard
+  on echo where there are many.
 """
 
 import dataclasses
