@@ -31,13 +31,13 @@ SECTIONS = (
      "Not measured: how many times faster one bfloat16 sum is with the settings "
      "that `advise` gives, nodes of eight, by the bytes of a message; a dash where "
      "it advises the exact sum. *Between*: few bits between the nodes alone. Assumed: "
-     "the codec's time goes with the nominal bandwidth of the memory, an NVLink reaches "
-     "the same part of its nominal rate on both machines and with eight ranks as with "
-     "two, no switch adds up, every accelerator has a network card of the given rate, "
-     "of which nine tenths are the message's, and a step between nodes takes 10 "
-     "microseconds. The exact sum is scattered inside the nodes, summed between them "
-     "and gathered inside, by ring or tree. Echo's exchanges are charged a step for "
-     "each other rank, which is hard on it where there are many."),
+     "the codec's time goes with the nominal bandwidth of the memory, an NVLink "
+     "reaches the same part of its nominal rate on both machines and with eight ranks "
+     "as with two, no switch adds up, every accelerator has a network card of the "
+     "given rate, of which nine tenths are the message's, and a step between nodes "
+     "takes 10 microseconds. The exact sum is scattered inside the nodes, summed "
+     "between them and gathered inside, by ring or tree. Echo's exchanges are charged "
+     "a step for each other rank, which is hard on it where there are many."),
 )  # fmt: skip
 
 

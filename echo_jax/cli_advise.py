@@ -94,6 +94,11 @@ class Advise:
             raise ValueError("give the share of sums or times of computing, not both.")
         if self.share is not None and not 0 <= self.share <= 1:
             raise ValueError(f"share={self.share} must lie in 0 to 1.")
+        if self.ranks is not None and self.machine == "here":
+            raise ValueError(
+                "ranks belong to an assumed machine: here give tensor_ranks, or for "
+                "other numbers of ranks --machine."
+            )
         if self.load is not None and self.machine != "here":
             raise ValueError("give a calibration (load) or a machine, not both.")
         if self.save is not None and (self.load or self.machine != "here"):

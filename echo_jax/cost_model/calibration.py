@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from scipy import optimize
 
 from echo_jax import benchmark
 from echo_jax.benchmark import Case
@@ -155,6 +154,9 @@ def predict(model: CostModel, sample: Sample) -> float:
 
 def _fit_exact(samples: Sequence[Sample], ranks: int) -> tuple[Link, ExactSpeed]:
     """Latency, bandwidth and own time of a byte: a line through each link's times."""
+    # Here, not above: it loads for a while, and most commands do without.
+    from scipy import optimize
+
     known = [s.bytes_per_second for s in samples if s.bytes_per_second is not None]
     if known and len(known) < len(samples):
         raise ValueError("the rate of a link is known for some samples, not for all.")
@@ -178,6 +180,8 @@ def _fit_exact(samples: Sequence[Sample], ranks: int) -> tuple[Link, ExactSpeed]
 
 def _fit_echo(model: CostModel, samples: Sequence[Sample]) -> CostModel:
     """Time of a piece and of a value, overlap and stall."""
+    from scipy import optimize
+
     measured = np.array([s.seconds for s in samples])
     values = np.array([model.values(s.message_bytes) for s in samples])
     # Units in which each unknown is about one.

@@ -98,6 +98,7 @@ def test_a_mesh_is_calibrated_and_saved(tmp_path, monkeypatch, capsys):
         (["--load", "lan.json", "--machine", "h200"], "a calibration (load) or"),
         (["--load", "lan.json", "--save", "a.json"], "nothing is measured"),
         (["--load", "missing.json"], "missing.json"),
+        (["--ranks", "12"], "here give tensor_ranks"),
         (["--machine", "h200", "--ranks", "12"], "ranks=12 must fill nodes"),
         (["--model", "missing"], "missing does not exist"),
         (["--load", "lan.json", "--dtype", "float32"], "was calibrated for float16"),

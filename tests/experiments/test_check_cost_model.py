@@ -90,6 +90,13 @@ def test_what_was_not_foreseen_counts_against_the_model(tmp_path):
     assert found["median_relative_error", "held out"] < 1e-3
 
 
+def test_a_grid_that_is_not_whole_is_left_out(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(check, "NETWORK_SIZES", SIZES[:1])
+    write_network(tmp_path / "bench_network.jsonl")
+    assert not list(check.network(tmp_path))
+    assert "4 processes: 1 sizes of exact sums" in capsys.readouterr().out
+
+
 def test_the_newest_line_of_a_cell_counts(tmp_path):
     path = tmp_path / "bench_network.jsonl"
     write_network(path, lambda config: 7.0)
