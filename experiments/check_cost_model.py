@@ -3,7 +3,7 @@
 A model is fitted to a few cells of each measured grid and predicts all of them:
 
 - ``bench_nvlink``: the link from three sizes of the exact sum; the codec of each case
-  from the same three sizes, with four pieces where they were measured;
+  from the same three sizes, with pieces where they were measured;
 - ``bench_network``: for each number of processes, three sizes without a limit and at
   200 Mbit/s. The other rates are predicted from their nominal value. Idle links, in
   namespaces; the exact sum is that of float16.
@@ -24,6 +24,7 @@ import functools
 import itertools
 import math
 import pathlib
+import re
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 
@@ -45,7 +46,7 @@ from echo_jax.records import Record, RecordWriter, read_records
 
 RESULTS = pathlib.Path(__file__).parent / "results"
 MIB = 1 << 20
-PIECES = ", 4 pieces"  # ends the names of cases that are cut
+PIECES = re.compile(r", \d+ pieces$")  # ends the names of cases that are cut
 NVLINK_SIZES = (MIB, 64 * MIB, 1024 * MIB)  # that are fitted
 NETWORK_SIZES = (1 << 14, 1 << 20, 1 << 24)
 NETWORK_RATES = (None, 200)  # Mbit/s
@@ -127,7 +128,7 @@ def nvlink(folder: pathlib.Path) -> Iterator[Row]:
     by_case = collections.defaultdict(list)
     for record in found:
         if record["config"]["path"] == "echo":
-            by_case[record["config"]["case"].removesuffix(PIECES)].append(record)
+            by_case[PIECES.sub("", record["config"]["case"])].append(record)
     for number, records in enumerate(by_case.values()):
         # The exact sums belong to every case and are judged once.
         judged = records if number else exact + records
