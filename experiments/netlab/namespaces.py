@@ -20,6 +20,9 @@ SWITCH = f"{PREFIX}switch"
 SUBNET = "198.18.77"
 _LOCK = pathlib.Path("/run/echo-netlab.lock")
 _HOSTS = pathlib.Path("/etc/netns")
+# What may pass a link at once. With less, acknowledgements wait behind the data of the
+# other direction, and both run at half the rate; a message of less meets no limit.
+_BUCKET_BYTES = 256_000
 _QUEUE_MS = 50  # that a packet waits at most, as in a router's buffer
 _CONGESTION_CONTROL = "cubic"  # Linux's own default, whatever this machine has
 
@@ -151,14 +154,11 @@ def _limit(name: str, port: str, mbit: float | None, delay_ms: float) -> None:
     with contextlib.suppress(NoNetworkError):  # there may be none
         _inside(name, "tc", "qdisc", "delete", "dev", port, "root")
     if mbit is not None:
-        # What may pass at once: little, so that small messages meet the rate too, and
-        # enough for a timer that is a millisecond late.
-        burst = max(16_000, int(mbit * 1e6 / 8 * 1e-3))
         limit = (
             "rate",
             f"{mbit}mbit",
             "burst",
-            str(burst),
+            str(_BUCKET_BYTES),
             "latency",
             f"{_QUEUE_MS}ms",
         )
