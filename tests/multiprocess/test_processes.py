@@ -37,7 +37,7 @@ def results_of(folder, ranks: int, processes: int) -> list[dict[str, np.ndarray]
     return [dict(np.load(folder / f"{rank}.npz")) for rank in range(ranks)]
 
 
-@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_results_are_those_of_one_process(processes, tmp_path):
     """All collectives, both directions, training, text: bit for bit on every rank.
 
