@@ -66,6 +66,10 @@ def test_triton_interpreted(case, triton_failures):
 
 
 @pytest.mark.skipif(not _has_gpu(), reason="no NVIDIA GPU here")
+# Where there is no jax-triton, Pallas' own way to Triton is the way that is left.
+@pytest.mark.filterwarnings(
+    "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"
+)
 @pytest.mark.parametrize("backend", ["triton", "pallas"])
 @pytest.mark.parametrize("case", kernel_contract.CASES, ids=str)
 def test_on_the_gpu(case, backend):
