@@ -5,7 +5,7 @@ A model is fitted to a few cells of each measured grid and predicts all of them:
 - ``bench_nvlink``: the link from three sizes of the exact sum; the codec of each case
   from the same three sizes, with pieces where they were measured;
 - ``bench_network``: for each number of processes, three sizes without a limit and at
-  200 Mbit/s. The other rates are predicted from their nominal value. Idle links, in
+  400 Mbit/s. The other rates are predicted from their nominal value. Idle links, in
   namespaces; the exact sum is that of float16.
 
 Figures over all cells have the fitted ones among them; ``held out`` has not.
@@ -49,7 +49,7 @@ MIB = 1 << 20
 PIECES = re.compile(r", \d+ pieces$")  # ends the names of cases that are cut
 NVLINK_SIZES = (MIB, 64 * MIB, 1024 * MIB)  # that are fitted
 NETWORK_SIZES = (1 << 14, 1 << 20, 1 << 24)
-NETWORK_RATES = (None, 200)  # Mbit/s
+NETWORK_RATES = (None, 400)  # Mbit/s
 CLEAR = 1.1  # ratio from which on a measured winner is no matter of chance
 
 
