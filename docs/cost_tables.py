@@ -25,7 +25,7 @@ SECTIONS = (
     ("Predicted sums over a slow network", "check_cost_model", "cost-network",
      "Measured and predicted milliseconds of the exact float16 sum and of echo's best "
      "case. For each number of processes the model is fitted to three sizes (16 KiB, "
-     "1 and 16 MiB) without a limit and at 200 Mbit/s; everything else follows from "
+     "1 and 16 MiB) without a limit and at 400 Mbit/s; everything else follows from "
      "the nominal rates."),
     ("Projections", "check_cost_model", "cost-projected",
      "Not measured: how many times faster one bfloat16 sum is with the settings "

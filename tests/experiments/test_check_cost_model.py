@@ -68,7 +68,7 @@ def test_a_grid_of_the_models_own_times_is_predicted(tmp_path):
     assert len(rows) == 3 * len(SIZES) * len(RATES)
     fitted = {row.cell[1:] for row in rows if row.fitted}
     assert fitted == {
-        (rate, size) for rate in (None, 200.0) for size in check.NETWORK_SIZES
+        (rate, size) for rate in (None, 400.0) for size in check.NETWORK_SIZES
     }
     found = verdicts(rows)
     for of in ("all", "held out"):
