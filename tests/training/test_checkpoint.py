@@ -91,7 +91,10 @@ def test_a_complete_run_is_not_trained_again(whole):
     "mesh",
     [
         MeshConfig(data_ranks=2, tensor_ranks=4),
-        MeshConfig(data_ranks=1, tensor_ranks=2, simulated=True),
+        pytest.param(
+            MeshConfig(data_ranks=1, tensor_ranks=2, simulated=True),
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_another_mesh_cuts_the_same_state_anew(tmp_path, mesh):
