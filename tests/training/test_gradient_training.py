@@ -108,7 +108,6 @@ def batch(index: int) -> jax.Array:
     return jnp.asarray(text_data.draw_batch(text(), sizes=sizes, seed=0, step=index))
 
 
-@pytest.mark.long
 def test_training_over_8_data_ranks_keeps_up_with_exact_sums():
     """Mean loss of the last steps of 60, 30,000 tokens: within 0.3 %.
 
