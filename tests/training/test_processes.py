@@ -51,9 +51,8 @@ def run(folder, mesh, *extra: str, processes: int = 1) -> list[str]:
     return errors
 
 
-@pytest.mark.parametrize(
-    "axis", ["tensor", pytest.param("data", marks=pytest.mark.long)]
-)
+@pytest.mark.long  # tests/multiprocess has a short one
+@pytest.mark.parametrize("axis", ["tensor", "data"])
 def test_two_processes_compute_what_one_does(tmp_path, axis):
     """Also after going on from a checkpoint that the other number wrote."""
     sizes = {"data": 1, "tensor": 1, axis: 2}

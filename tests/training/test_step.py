@@ -137,6 +137,7 @@ def test_accumulated_parts_are_the_whole_batch(exact_steps):
     np.testing.assert_allclose(metrics.grad_norm, exact_steps[2].grad_norm, rtol=1e-4)
 
 
+@pytest.mark.long
 def test_simulated_ranks_compute_what_devices_do(exact_steps):
     config = MeshConfig(data_ranks=2, tensor_ranks=2)
     simulated = dataclasses.replace(config, simulated=True)
