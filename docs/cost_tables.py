@@ -71,7 +71,7 @@ def nvlink_table(records: list[dict]) -> tuple[tuple[str, ...], Rows]:
     """Every row of ``bench_nvlink``."""
     rows = [
         (
-            _bytes(c["message_bytes"]),
+            size_in_words(c["message_bytes"]),
             c["case"],
             f"{c['measured_ms']:.3f}",
             f"{r['value']:.3f}",
@@ -104,7 +104,7 @@ def network_table(records: list[dict]) -> tuple[tuple[str, ...], Rows]:
             (
                 f"{ranks}",
                 "no limit" if rate == math.inf else f"{rate:,g} Mbit/s",
-                _bytes(size),
+                size_in_words(size),
                 f"{measured:,.1f}",
                 f"{predicted:,.1f}",
                 f"{best:,.1f}",
@@ -142,7 +142,7 @@ def projection_table(records: list[dict]) -> tuple[tuple[str, ...], Rows]:
         )
         for (machine, gbit, ranks), gains in ordered
     ]
-    return ("machine", "between nodes", "ranks", *map(_bytes, sizes)), rows
+    return ("machine", "between nodes", "ranks", *map(size_in_words, sizes)), rows
 
 
 def _predictions(records: list[dict], grid: str) -> list[tuple[dict, dict]]:
@@ -160,5 +160,6 @@ def _pair(cell: dict, metric: str, other: str) -> str:
     return f"{100 * cell[metric, 'all']['value']:.0f} %{inside}"
 
 
-def _bytes(size: int) -> str:
+def size_in_words(size: int) -> str:
+    """Of a message, in its largest whole unit."""
     return f"{size / 2**20:,g} MiB" if size >= 1 << 20 else f"{size / 1024:,g} KiB"

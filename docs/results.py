@@ -425,12 +425,8 @@ def network_table(folder: pathlib.Path) -> str:
         )
         for processes, rate in sorted({cell[:2] for cell in exact})
     ]
-    head = ("processes", "link", *map(_bytes, sizes))
+    head = ("processes", "link", *map(cost_tables.size_in_words, sizes))
     return _table(head, rows)
-
-
-def _bytes(size: int) -> str:
-    return f"{size / 2**20:,g} MiB" if size >= 1 << 20 else f"{size / 1024:,g} KiB"
 
 
 def _ratio(exact: dict, best: dict, cell: tuple) -> str:

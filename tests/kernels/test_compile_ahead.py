@@ -84,12 +84,12 @@ def test_pieces_work_in_place_and_travel_while_others_are_made(target, residual_
     others = {name for name in names if not re.match("all-(to-all|gather)", name)}
     assert others == {"custom-call"}, "something is copied, sliced or joined"
     assert facts["aliased_bytes"] == facts["residual_bytes"]
-    # Between the start and the end of an exchange a kernel runs; for the A100 the
-    # compiler's estimates speak against it at this size.
-    overlaps = re.findall(
-        r"all-to-all-start (?:custom-call )+all-to-all-done", " ".join(names)
-    )
-    assert bool(overlaps) == (target == "h200")
+    # Between the start and the end of an exchange a kernel runs. For the A100 the
+    # compiler may judge that it does not pay at this size.
+    if target == "h200":
+        assert re.search(
+            r"all-to-all-start (?:custom-call )+all-to-all-done", " ".join(names)
+        )
 
 
 def _compile(kernel, capability: int, constants: dict, pointers: dict):
