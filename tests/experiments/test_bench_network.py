@@ -65,11 +65,13 @@ def names() -> list[str]:
 def test_links_have_the_rate_and_traffic_takes_its_part():
     with namespaces.network(2) as hosts:
         hosts.set_rate(80.0)
-        alone = flow(hosts, 4)
-        # Headers take up to five percent; the first packets are not limited.
-        assert 0.8 * 80 <= alone <= 1.05 * 80
+        alone = flow(hosts, 6)
+        # What the links' buckets hold passes at once, and a receiver that a busy
+        # machine wakes late finds bytes waiting: half a megabyte of six.
+        assert 0.8 * 80 <= alone <= 1.2 * 80
         with background(hosts, 40.0):
-            assert 0.3 * 80 <= flow(hosts, 2) <= 0.7 * 80
+            # A sender that is woken late leaves out what it owes: some of the traffic.
+            assert 0.3 * 80 <= flow(hosts, 6) <= 0.85 * alone
         hosts.set_rate(None)
         assert flow(hosts, 20) > 2 * 80
     assert not names()
