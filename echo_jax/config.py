@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Literal, cast, get_args
 
+import jax
 import jax.numpy as jnp
 
 from echo_jax.wire.format import WireFormat
@@ -11,9 +12,12 @@ Backend = Literal["auto", "xla", "triton", "pallas"]
 Path = Literal["auto", "exact"]
 ResidualDtype = Literal["float32", "bfloat16", "int8", "int4"]
 
-# Under a quarter of a MiB the launches and the two exchanges cost more than the bytes
-# they save; decode steps of a few tokens are far below it.
-DEFAULT_MIN_BYTES = 1 << 18
+# What "auto" stands for. Over a network, the launches and the two exchanges cost more
+# than the bytes they save under a quarter of a MiB; between GPUs, whose own links are
+# fast, under tens of MiB (measured with two H200s over NVLink). Decode steps of a few
+# tokens are far below both.
+_AUTO_MIN_BYTES = 1 << 18
+_AUTO_MIN_BYTES_GPU = 1 << 25
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,8 +36,9 @@ class EchoConfig:
     format: WireFormat = WireFormat()  # codes, blocks, rotation
     feedback: bool = True  # repay each call's rounding error in the next call
     # A call whose x is smaller is an exact psum that also pays the residual. By static
-    # size only; 0 never takes the exact path. In bytes of the rank's x.
-    min_bytes: int = DEFAULT_MIN_BYTES
+    # size only; 0 never takes the exact path. In bytes of the rank's x; "auto" depends
+    # on JAX's default platform, see :attr:`least_bytes`.
+    min_bytes: int | Literal["auto"] = "auto"
     path: Path = "auto"  # "exact" takes the exact path whatever the size
     # How the residual is kept between calls; "int8" and "int4" are a byte and half a
     # byte a value and a scale a block, in a float container (see wire/compact.py).
@@ -47,10 +52,12 @@ class EchoConfig:
             raise ValueError(f"format={self.format!r} must be a WireFormat.")
         if not isinstance(self.feedback, bool):
             raise ValueError(f"feedback={self.feedback!r} must be a bool.")
-        if type(self.min_bytes) is not int or self.min_bytes < 0:
+        if self.min_bytes != "auto" and (
+            type(self.min_bytes) is not int or self.min_bytes < 0
+        ):
             raise ValueError(
-                f"min_bytes={self.min_bytes!r} must be an int of at least 0 (bytes); "
-                "0 sends every call through the codec."
+                f"min_bytes={self.min_bytes!r} must be an int of at least 0 (bytes), "
+                'or "auto"; 0 sends every call through the codec.'
             )
         if self.path not in get_args(Path):
             raise ValueError(f"path={self.path!r} must be one of {get_args(Path)}.")
@@ -68,6 +75,19 @@ class EchoConfig:
     def exact(self) -> "EchoConfig":
         """The same call on the exact path, whatever its size; it pays the residual."""
         return dataclasses.replace(self, path="exact")
+
+    @property
+    def least_bytes(self) -> int:
+        """``min_bytes`` as a number: "auto" is 32 MiB on GPUs and 256 KiB elsewhere.
+
+        GPUs that are linked by a network rather than NVLink want less, and a program
+        that is compiled ahead for another platform wants a number of its own:
+        ``echo-jax advise`` measures one.
+        """
+        if self.min_bytes != "auto":
+            return self.min_bytes
+        on_gpu = jax.default_backend() == "gpu"
+        return _AUTO_MIN_BYTES_GPU if on_gpu else _AUTO_MIN_BYTES
 
     @property
     def is_exact(self) -> bool:

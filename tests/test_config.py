@@ -1,9 +1,10 @@
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import pytest
 
-from echo_jax import EchoConfig, WireFormat
+from echo_jax import EchoConfig, WireFormat, explain
 
 
 def test_defaults_are_the_recommended_ones():
@@ -39,6 +40,7 @@ def test_residual_dtype_may_be_given_as_any_dtype(dtype):
         ("min_bytes", 1e6, "int"),
         ("min_bytes", None, "int"),
         ("min_bytes", True, "int"),
+        ("min_bytes", "small", "auto"),
         ("residual_dtype", "int16", "float32"),
         ("residual_dtype", "float16", "bfloat16"),
         ("residual_dtype", None, "bfloat16"),
@@ -53,6 +55,17 @@ def test_residual_dtype_may_be_given_as_any_dtype(dtype):
 def test_refused_fields_are_named_with_what_is_accepted(field, value, needed):
     with pytest.raises(ValueError, match=f"{field}=.*{needed}"):
         EchoConfig(**{field: value})
+
+
+@pytest.mark.parametrize(("platform", "least"), [("cpu", 1 << 18), ("gpu", 1 << 25)])
+def test_auto_min_bytes_is_that_of_the_platform(platform, least, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: platform)
+    assert EchoConfig(min_bytes="auto").least_bytes == least
+    assert EchoConfig(min_bytes=7).least_bytes == 7
+    said = str(explain((least // 2 - 1,), "bfloat16", 8, EchoConfig()))
+    assert said.startswith("exact")
+    assert f"under min_bytes={least:,} (auto)" in said
+    assert explain((least // 2,), "bfloat16", 8, EchoConfig()).path == "echo"
 
 
 def test_exact_is_exact_at_any_size_and_changes_nothing_else():

@@ -64,17 +64,22 @@ def _exact_reason(shape: Shape, dtype, config: EchoConfig) -> str | None:
         return "this call is configured to be exact"
     if size == 0:
         return "x is empty"
-    if size < config.min_bytes:
-        return f"x has {size:,} B, under min_bytes={config.min_bytes:,}"
+    if size < config.least_bytes:
+        return f"x has {size:,} B, under {_min_bytes(config)}"
     blocks = blocking.num_blocks(shape, config.format.block_size)
     payload = blocks * config.format.block_bytes
-    if config.min_bytes and payload >= size:
+    if config.least_bytes and payload >= size:
         return (
             f"blocks run along the last axis, and would make {payload:,} B of the "
             f"{size:,} B of x: let the last axis fill a block of "
             f"{config.format.block_size} values"
         )
     return None
+
+
+def _min_bytes(config: EchoConfig) -> str:
+    where = f" ({config.min_bytes})" if config.min_bytes == "auto" else ""
+    return f"min_bytes={config.least_bytes:,}{where}"
 
 
 def wire_bytes(
@@ -169,7 +174,7 @@ def explain(
     reason, backend = _exact_reason(shape, dtype, config), None
     path: CallPath = "exact" if reason else "echo"
     if reason is None:
-        reason = f"x has {size:,} B, at least min_bytes={config.min_bytes:,}"
+        reason = f"x has {size:,} B, at least {_min_bytes(config)}"
         backend = get_codec(config.backend, config.format).name
     return Explanation(
         path=path,
