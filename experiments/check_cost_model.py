@@ -29,6 +29,7 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 
 import tyro
+from netlab.namespaces import BUCKET_BYTES
 
 from echo_jax import EchoConfig, WireFormat
 from echo_jax.cost_model import (
@@ -39,9 +40,9 @@ from echo_jax.cost_model import (
     Sample,
     advise,
     fit,
+    predict,
     project,
 )
-from echo_jax.cost_model.calibration import predict
 from echo_jax.records import Record, RecordWriter, read_records
 
 RESULTS = pathlib.Path(__file__).parent / "results"
@@ -168,6 +169,7 @@ def model_of(records: Sequence[dict], *, rated: bool) -> CostModel:
         first.get("processes") or first["gpus"],
         dtype=first["dtype"],
         config=echo_config(first),
+        burst_bytes=BUCKET_BYTES if rated else 0,
     )
 
 

@@ -5,9 +5,10 @@ from echo_jax.cost_model.advice import Message as Message
 from echo_jax.cost_model.advice import advise as advise
 from echo_jax.cost_model.advice import break_even as break_even
 from echo_jax.cost_model.advice import decoder_messages as decoder_messages
-from echo_jax.cost_model.calibration import Sample as Sample
 from echo_jax.cost_model.calibration import calibrate as calibrate
-from echo_jax.cost_model.calibration import fit as fit
+from echo_jax.cost_model.fitting import Sample as Sample
+from echo_jax.cost_model.fitting import fit as fit
+from echo_jax.cost_model.fitting import predict as predict
 from echo_jax.cost_model.model import CodecSpeed as CodecSpeed
 from echo_jax.cost_model.model import CostModel as CostModel
 from echo_jax.cost_model.model import ExactSpeed as ExactSpeed

@@ -19,7 +19,7 @@ class Link:
     """What a rank sends over.
 
     Raises:
-      ValueError: if a figure cannot be.
+      ValueError: if a figure is impossible: says which, and what it must be.
     """
 
     latency_seconds: float  # of one step, from one rank to the next
@@ -28,17 +28,25 @@ class Link:
     # Part of an all_to_all's time that it takes once more because sending waits for
     # receiving: 0 both at once, 1 one after the other, as gloo does with large ones.
     stall: float = 0.0
+    # What a sum can send at once before the rate holds: the token bucket of a shaped
+    # link (tc tbf, most cloud machines), full again once the link has rested.
+    burst_bytes: float = 0.0
 
     def __post_init__(self):
-        _check_at_least_zero(self, "latency_seconds")
+        _check_at_least_zero(self, "latency_seconds", "burst_bytes")
         for name in ("bytes_per_second", "efficiency"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}={getattr(self, name)} must be above 0.")
         _check_share(self, "efficiency", "stall")
 
-    def seconds(self, sent: int | float) -> float:
-        """That so many bytes of a message take, latency apart."""
-        return sent / (self.bytes_per_second * self.efficiency)
+    def seconds(self, sent: float) -> float:
+        """Time for which a sum that sends so many bytes keeps the link, latency apart.
+
+        Args:
+          sent: bytes of a rank's messages, of all steps of the sum.
+        """
+        limited = max(0.0, sent / self.efficiency - self.burst_bytes)
+        return limited / self.bytes_per_second
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,15 +54,19 @@ class ExactSpeed:
     """What an exact sum takes besides the link.
 
     Raises:
-      ValueError: if a figure cannot be.
+      ValueError: if a figure is impossible: says which, and what it must be.
     """
 
     byte_seconds: float = 0.0  # of adding and copying, for each byte that is sent
+    # Of the shorter of adding and sending, what happens beside the longer: a ring that
+    # adds one segment while another is on its way nears 1; ranks that share cores, less.
+    overlap: float = 0.0
     # Whether it may go along a tree as well as round a ring, as NCCL's does.
     tree: bool = False
 
     def __post_init__(self):
         _check_at_least_zero(self, "byte_seconds")
+        _check_share(self, "overlap")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,7 +74,7 @@ class CodecSpeed:
     """What the codec takes, while all ranks run it at once.
 
     Raises:
-      ValueError: if a figure cannot be.
+      ValueError: if a figure is impossible: says which, and what it must be.
     """
 
     piece_seconds: float  # of each piece, however small: launches, two collectives
@@ -79,31 +91,40 @@ class SumTimes(Protocol):
     """Anything that knows how long a sum takes."""
 
     def exact_seconds(self, message_bytes: int) -> float:
-        """Of ``lax.psum``."""
+        """Time of ``lax.psum`` of a message of so many bytes on each rank."""
 
     def echo_seconds(self, message_bytes: int, num_chunks: int = 1) -> float:
-        """Of ``echo_psum``, through the codec however small the message."""
+        """Time of ``echo_psum``, through the codec however small the message."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CostModel:
     r"""Time of one all-reduce over ranks that are all linked alike.
 
-    With :math:`N` ranks, a message of :math:`B` bytes and :math:`V` values, a link of
-    :math:`r` bytes a second, latency :math:`\lambda`, and :math:`K` pieces:
+    Of :math:`N` ranks, each with a message of :math:`B` bytes and :math:`V` values:
 
     .. math::
-        t_\text{exact} &= 2(N-1)\lambda + 2\tfrac{N-1}{N} B\,(1/r + h) \\
-        t_\text{echo} &= K\,(p + 2(N-1)\lambda) + c + w
-          - o\,(1 - 1/K)\min(c, w) \\
-        c &= V e, \qquad w = \bigl(W_a\,(1 + s/K) + W_g\bigr) / r
+        t_\text{exact} &= 2(N-1)\lambda + w + a - o_a \min(a, w),
+          \quad w = L\bigl(2\tfrac{N-1}{N} B\bigr),
+          \quad a = 2\tfrac{N-1}{N} B h \\
+        t_\text{echo} &= K\,(p + 2(N-1)\lambda) + w + c
+          - o_c\,(1 - 1/K)\min(c, w),
+          \quad w = L\bigl(W_a\,(1 + s/K) + W_g\bigr), \quad c = V e
 
-    where :math:`W_a` and :math:`W_g` are the bytes of :func:`echo_jax.wire_bytes`,
-    :math:`h` and :math:`e` the time of an exact byte and of a codec's value, :math:`p`
-    that of a piece, :math:`s` the stall and :math:`o` the overlap. Where the exact sum
-    may take a tree, it takes :math:`2\lceil\log_2 N\rceil\lambda + 2B(1/r + h)` if
-    that is less. Exchanges are charged a step for each other rank, one after the
-    other, which makes echo look worse rather than better on many ranks.
+    The link needs :math:`L(W) = \max(0, W/\eta - b)\,/\,r` for :math:`W` bytes, so that
+    what fits into the burst passes at once. :class:`Link` has the latency
+    :math:`\lambda` of a step, the rate :math:`r`, the efficiency :math:`\eta`, the
+    burst :math:`b` and the stall :math:`s`; :class:`ExactSpeed` the time :math:`h` of
+    a byte and the overlap :math:`o_a` of adding with sending; :class:`CodecSpeed` the
+    time :math:`p` of a piece, :math:`e` of a value, and the overlap :math:`o_c` of
+    pieces. :math:`K` is the number of pieces; :math:`W_a` and :math:`W_g` are the
+    bytes of :func:`echo_jax.wire_bytes` for all_to_all and all_gather.
+
+    Where the exact sum may take a tree, it does if that is quicker:
+    :math:`2\lceil\log_2 N\rceil` steps and :math:`2B` bytes instead of the ring's.
+    Exchanges are charged a step for each other rank, one after the other, which makes
+    echo look worse rather than better on many ranks. Every sum is taken to find the
+    burst unused: of sums that follow each other at once, only the first does.
 
     Example:
         >>> model = CostModel(
@@ -116,7 +137,7 @@ class CostModel:
         True
 
     Raises:
-      ValueError: for no ranks or an unsupported dtype.
+      ValueError: for less than one rank or an unsupported dtype.
     """
 
     ranks: int
@@ -132,24 +153,28 @@ class CostModel:
         check_dtype(self.dtype)
 
     def exact_seconds(self, message_bytes: int) -> float:
-        """Of ``lax.psum``: a ring, or a tree where that is quicker."""
-        ring = self._exact(
-            2 * (self.ranks - 1), 2 * (self.ranks - 1) / self.ranks * message_bytes
-        )
+        """Time of ``lax.psum``: by a ring, or by a tree where that is quicker.
+
+        Args:
+          message_bytes: of a rank's tensor.
+        """
+        steps = 2 * (self.ranks - 1)
+        ring = self._exact(steps, steps / self.ranks * message_bytes)
         if not self.exact.tree or self.ranks == 1:
             return ring
         steps = 2 * math.ceil(math.log2(self.ranks))
         return min(ring, self._exact(steps, 2.0 * message_bytes))
 
     def echo_seconds(self, message_bytes: int, num_chunks: int = 1) -> float:
-        """Of ``echo_psum``, through the codec however small the message."""
+        """Time of ``echo_psum``, through the codec however small the message.
+
+        Args:
+          message_bytes: of a rank's tensor.
+          num_chunks: pieces that it travels in; no more than it has blocks to cut.
+        """
         values = self.values(message_bytes)
         sent = self._wire(values)
-        blocks = sent["all_gather"] / max(1, self.ranks - 1)
-        pieces = num_chunks
-        if self.ranks > 1:  # no more than there are blocks to cut
-            most = int(blocks) // self.config.format.block_bytes
-            pieces = max(1, min(num_chunks, most))
+        pieces = self._pieces(sent["all_gather"], num_chunks)
         codec = values * self.codec.value_seconds
         exchange = sent["all_to_all"] * (1 + self.link.stall / pieces)
         wire = self.link.seconds(exchange + sent["all_gather"])
@@ -158,7 +183,7 @@ class CostModel:
         return pieces * (self.codec.piece_seconds + steps) + codec + wire - hidden
 
     def values(self, message_bytes: int) -> int:
-        """In a message of so many bytes."""
+        """Number of values in a message of so many bytes."""
         return message_bytes // jnp.dtype(self.dtype).itemsize
 
     def over(self, bytes_per_second: float) -> "CostModel":
@@ -189,11 +214,20 @@ class CostModel:
                 "echo-jax advise --save FILE."
             ) from error
 
-    def _exact(self, steps: int, sent: int | float) -> float:
-        own = sent * self.exact.byte_seconds
-        return steps * self.link.latency_seconds + self.link.seconds(sent) + own
+    def _exact(self, steps: int, sent: float) -> float:
+        adding, wire = sent * self.exact.byte_seconds, self.link.seconds(sent)
+        hidden = self.exact.overlap * min(adding, wire)
+        return steps * self.link.latency_seconds + wire + adding - hidden
+
+    def _pieces(self, gathered: int, num_chunks: int) -> int:
+        """Into which a message is cut whose all_gather sends so many bytes."""
+        if self.ranks == 1:
+            return num_chunks
+        part = gathered // (self.ranks - 1)  # of a rank, in whole blocks
+        return max(1, min(num_chunks, part // self.config.format.block_bytes))
 
     def _wire(self, values: int) -> dict[str, int]:
+        """Bytes that a rank sends in the two exchanges."""
         config = dataclasses.replace(self.config, min_bytes=0, path="auto")
         if not values:
             return {"all_to_all": 0, "all_gather": 0}
@@ -219,7 +253,7 @@ def _check_at_least_zero(owner, *names: str) -> None:
     for name in names:
         value = getattr(owner, name)
         if not 0 <= value < math.inf:
-            raise ValueError(f"{name}={value} must be at least 0 seconds, and finite.")
+            raise ValueError(f"{name}={value} must be at least 0, and finite.")
 
 
 def _check_share(owner, *names: str) -> None:

@@ -22,7 +22,7 @@ _LOCK = pathlib.Path("/run/echo-netlab.lock")
 _HOSTS = pathlib.Path("/etc/netns")
 # What may pass a link at once. With less, acknowledgements wait behind the data of the
 # other direction, and both run at half the rate; a message of less meets no limit.
-_BUCKET_BYTES = 256_000
+BUCKET_BYTES = 256_000
 _QUEUE_MS = 50  # that a packet waits at most, as in a router's buffer
 _CONGESTION_CONTROL = "cubic"  # Linux's own default, whatever this machine has
 
@@ -158,7 +158,7 @@ def _limit(name: str, port: str, mbit: float | None, delay_ms: float) -> None:
             "rate",
             f"{mbit}mbit",
             "burst",
-            str(_BUCKET_BYTES),
+            str(BUCKET_BYTES),
             "latency",
             f"{_QUEUE_MS}ms",
         )
