@@ -2,7 +2,7 @@
 
 import dataclasses
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Literal
 
 import jax
@@ -60,6 +60,9 @@ class Advise:
     """Of the assumed machines, linked by NVLink."""
     ethernet_gbit: float = 400.0
     """Gbit/s of each rank's card between the assumed nodes."""
+    burst_bytes: int | None = None
+    """What the link here lets pass at once before its rate holds (the token bucket of a
+    shaped link); not measured. Default the calibration's, else none."""
     load: pathlib.Path | None = None
     """A calibration of this mesh, saved before."""
     save: pathlib.Path | None = None
@@ -77,6 +80,11 @@ class Advise:
     config: tyro.conf.OmitArgPrefixes[EchoConfig] = EchoConfig()
 
     def __post_init__(self):
+        self._check_messages()
+        self._check_gains()
+        self._check_machine()
+
+    def _check_messages(self):
         if self.model is not None and self.sizes:
             raise ValueError("give sizes or a model, whose sizes are known, not both.")
         if min(self.sizes, default=4) < 4:
@@ -87,13 +95,20 @@ class Advise:
             )
         if self.margin < 0:
             raise ValueError(f"margin={self.margin} must be at least 0.")
+
+    def _check_gains(self):
         given = (self.compute_ms, self.step_compute_ms)
         if any(time is not None and time < 0 for time in given):
-            raise ValueError("compute_ms and step_compute_ms must be at least 0.")
+            raise ValueError(
+                f"compute_ms={self.compute_ms} and "
+                f"step_compute_ms={self.step_compute_ms} must be at least 0."
+            )
         if self.share is not None and given != (None, None):
             raise ValueError("give the share of sums or times of computing, not both.")
         if self.share is not None and not 0 <= self.share <= 1:
             raise ValueError(f"share={self.share} must lie in 0 to 1.")
+
+    def _check_machine(self):
         if self.ranks is not None and self.machine == "here":
             raise ValueError(
                 "ranks belong to an assumed machine: here give tensor_ranks, or for "
@@ -102,7 +117,18 @@ class Advise:
         if self.load is not None and self.machine != "here":
             raise ValueError("give a calibration (load) or a machine, not both.")
         if self.save is not None and (self.load or self.machine != "here"):
-            raise ValueError("nothing is measured that could be saved.")
+            raise ValueError(
+                "nothing is measured that could be saved: give save without load and "
+                "machine."
+            )
+        if self.burst_bytes is None:
+            return
+        if self.burst_bytes < 0:
+            raise ValueError(f"burst_bytes={self.burst_bytes} must be at least 0.")
+        if self.machine != "here":
+            raise ValueError(
+                "burst_bytes belong to the link here, assumed machines have none."
+            )
 
 
 def prepare_advice(command: Advise) -> Callable[[], int]:
@@ -120,6 +146,7 @@ def prepare_advice(command: Advise) -> Callable[[], int]:
                 f"{command.load} was calibrated for {saved.dtype}, the sums are of "
                 f"{dtype}: calibrate again."
             )
+        saved = _with_burst(saved, command.burst_bytes)
         return lambda: _report(command, saved, saved.ranks, decoder)
     if command.machine != "here":
         nodes = project(
@@ -156,16 +183,25 @@ def _measure(command: Advise, mesh: Mesh, dtype: str | None) -> CostModel:
         dtype=dtype or ("float16" if on_cpu else "bfloat16"),
         config=command.config,
     )
+    measured = _with_burst(measured, command.burst_bytes)
     if command.save is not None and jax.process_index() == 0:
         measured.save(command.save)
     return measured
 
 
+def _with_burst(model: CostModel, burst_bytes: int | None) -> CostModel:
+    """The model with the burst that was given, or its own."""
+    if burst_bytes is None:
+        return model
+    link = dataclasses.replace(model.link, burst_bytes=burst_bytes)
+    return dataclasses.replace(model, link=link)
+
+
 def _report(
     command: Advise, times: SumTimes, ranks: int, decoder: DecoderConfig | None
 ) -> int:
-    """Prints times, settings and gains."""
-    if jax.process_count() > 1 and jax.process_index():
+    """Prints times, settings and gains, once for all processes."""
+    if jax.process_index():
         return 0
     tokens = command.batch * bucket(command.length)
     if decoder is not None:
@@ -216,7 +252,9 @@ def _settings(advice: Advice) -> str:
     )
 
 
-def _gains(command: Advise, times: SumTimes, advice: Advice, decoder):
+def _gains(
+    command: Advise, times: SumTimes, advice: Advice, decoder: DecoderConfig | None
+) -> Iterator[tuple[str, float]]:
     """``(what, times as fast)`` of what was asked for."""
     if command.share is not None:
         yield "All of it", advice.gain_of_share(command.share)

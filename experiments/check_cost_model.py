@@ -5,14 +5,17 @@ A model is fitted to a few cells of each measured grid and predicts all of them:
 - ``bench_nvlink``: the link from three sizes of the exact sum; the codec of each case
   from the same three sizes, with pieces where they were measured;
 - ``bench_network``: for each number of processes, three sizes without a limit and at
-  400 Mbit/s. The other rates are predicted from their nominal value. Idle links, in
-  namespaces; the exact sum is that of float16.
+  400 Mbit/s. The other rates are predicted from their nominal value. What the links let
+  pass at once is not fitted but known: the token bucket that they were built with.
+  Idle links, in namespaces; the exact sum is that of float16.
 
 Figures over all cells have the fitted ones among them; ``held out`` has not.
 The winner of a cell (size, ranks, rate) is the fastest of the measured cases, exact or
-echo. Projections for A100 and H200 nodes rest on the assumptions that
-``echo_jax/cost_model/projection.py`` states. Nothing is measured here, and the file is
-made anew.
+echo: of all cells, of the ``clear`` ones, where the medians are a tenth apart, and of
+those ``beyond spread``, where they are further apart than the mean of the two spreads
+(fastest to slowest round). Projections for A100 and H200 nodes rest on the assumptions
+that ``echo_jax/cost_model/projection.py`` states. Nothing is measured here, and the
+file is made anew.
 
     python experiments/check_cost_model.py
     python experiments/check_cost_model.py --tiny     # for CI: few projections
@@ -51,7 +54,7 @@ PIECES = re.compile(r", \d+ pieces$")  # ends the names of cases that are cut
 NVLINK_SIZES = (MIB, 64 * MIB, 1024 * MIB)  # that are fitted
 NETWORK_SIZES = (1 << 14, 1 << 20, 1 << 24)
 NETWORK_RATES = (None, 400)  # Mbit/s
-CLEAR = 1.1  # ratio from which on a measured winner is no matter of chance
+CLEAR = 1.1  # ratio of the measured medians from which on a winner is a clear one
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,6 +76,7 @@ class Row:
     cell: tuple  # ranks, Mbit/s, bytes: what the cases compete in
     case: str
     sample: Sample
+    spread: float  # seconds from the fastest to the slowest round
     fitted: bool  # whether the model has seen it
     predicted: float  # seconds
     advised: bool  # whether the settings advised for its link sum this size so
@@ -81,6 +85,20 @@ class Row:
     def error(self) -> float:
         """Relative to the measured time."""
         return abs(self.predicted / self.sample.seconds - 1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Duel:
+    """How many times faster echo's best case is than the exact sum, in one cell."""
+
+    measured: float
+    predicted: float
+    beyond_spread: bool  # whether the rounds tell the measured winner
+
+    @property
+    def right(self) -> bool:
+        """Whether the model names the measured winner."""
+        return (self.measured > 1) == (self.predicted > 1)
 
 
 Key = Callable[[dict], bool]
@@ -188,6 +206,7 @@ def compared(
             cell=(model.ranks, config.get("rate_mbit"), config["message_bytes"]),
             case=config["case"],
             sample=measured,
+            spread=(record["spread"] or 0.0) / 1e3,
             fitted=is_fitted(config),
             predicted=predict(model, measured),
             advised=pieces == measured.num_chunks,
@@ -238,10 +257,11 @@ def judge(grid: str, rows: list[Row]) -> Iterator[Record]:
             config = {"grid": grid, "of": of, "count": len(some)}
             yield new(metric="median_relative_error", value=error, config=config)
     found = duels(rows)
-    clear = [duel for duel in found if not 1 / CLEAR < duel[0] < CLEAR]
-    for of, some in (("all", found), ("clear", clear)):
+    clear = [d for d in found if not 1 / CLEAR < d.measured < CLEAR]
+    beyond = [d for d in found if d.beyond_spread]
+    for of, some in (("all", found), ("clear", clear), ("beyond spread", beyond)):
         if some:
-            right = statistics.fmean((m > 1) == (p > 1) for m, p in some)
+            right = statistics.fmean(d.right for d in some)
             config = {"grid": grid, "of": of, "count": len(some)}
             yield new(metric="right_winner_share", value=right, config=config)
     ratios = advised_speedups(rows)
@@ -263,15 +283,19 @@ def by_cell(rows: list[Row]) -> list[tuple[Row, list[Row]]]:
     return pairs
 
 
-def duels(rows: list[Row]) -> list[tuple[float, float]]:
-    """How much faster echo's best case is in each cell: measured and predicted."""
-    return [
-        (
-            exact.sample.seconds / min(row.sample.seconds for row in echo),
-            exact.predicted / min(row.predicted for row in echo),
+def duels(rows: list[Row]) -> list[Duel]:
+    """The exact sum against echo's best case, in each cell."""
+    found = []
+    for exact, echo in by_cell(rows):
+        best = min(echo, key=lambda row: row.sample.seconds)
+        apart = abs(exact.sample.seconds - best.sample.seconds)
+        duel = Duel(
+            measured=exact.sample.seconds / best.sample.seconds,
+            predicted=exact.predicted / min(row.predicted for row in echo),
+            beyond_spread=apart > (exact.spread + best.spread) / 2,
         )
-        for exact, echo in by_cell(rows)
-    ]
+        found.append(duel)
+    return found
 
 
 def advised_speedups(rows: list[Row]) -> list[float]:

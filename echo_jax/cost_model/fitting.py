@@ -38,7 +38,7 @@ def fit(
     *,
     dtype: str = "bfloat16",
     config: EchoConfig = EchoConfig(),
-    burst_bytes: float = 0.0,
+    burst_bytes: int = 0,
 ) -> CostModel:
     """The cost model that comes nearest to measured times.
 
@@ -72,9 +72,9 @@ def fit(
 
     Example:
         >>> made = [
-        ...     Sample(message_bytes=size, seconds=1e-3 + 1e-9 * size, num_chunks=pieces)
+        ...     Sample(message_bytes=size, seconds=1e-3 + 1e-9 * size, num_chunks=cut)
         ...     for size in (1 << 16, 1 << 20, 1 << 24)
-        ...     for pieces in (None, 1, 4)
+        ...     for cut in (None, 1, 4)
         ... ]
         >>> round(fit(made, 2).link.bytes_per_second / 1e9, 3)
         1.0
@@ -82,8 +82,8 @@ def fit(
     rated = _check(samples, ranks)
     if burst_bytes and not rated:
         raise ValueError(
-            f"burst_bytes={burst_bytes} belong to links of known rates: give the samples "
-            "bytes_per_second, or set the burst of the result's link."
+            f"burst_bytes={burst_bytes} belong to links of known rates: give the "
+            "samples bytes_per_second, or set the burst of the result's link."
         )
     rate = max(s.bytes_per_second or 0.0 for s in samples) if rated else math.inf
     start = CostModel(
@@ -101,11 +101,7 @@ def fit(
 
 def predict(model: CostModel, sample: Sample) -> float:
     """Seconds that the model gives a sample, on the sample's link."""
-    if sample.bytes_per_second is not None:
-        model = model.over(sample.bytes_per_second)
-    if sample.num_chunks is None:
-        return model.exact_seconds(sample.message_bytes)
-    return model.echo_seconds(sample.message_bytes, sample.num_chunks)
+    return _seconds(_linked(model, sample.bytes_per_second), sample)
 
 
 class _Unknown(NamedTuple):
@@ -116,6 +112,17 @@ class _Unknown(NamedTuple):
     start: float  # also its unit
     least: float = 0.0
     most: float = math.inf
+
+
+def _linked(model: CostModel, bytes_per_second: float | None) -> CostModel:
+    """Over a sample's link; the model's own where that is not known."""
+    return model if bytes_per_second is None else model.over(bytes_per_second)
+
+
+def _seconds(model: CostModel, sample: Sample) -> float:
+    if sample.num_chunks is None:
+        return model.exact_seconds(sample.message_bytes)
+    return model.echo_seconds(sample.message_bytes, sample.num_chunks)
 
 
 def _check(samples: Sequence[Sample], ranks: int) -> bool:
@@ -133,8 +140,8 @@ def _check(samples: Sequence[Sample], ranks: int) -> bool:
     known = sum(s.bytes_per_second is not None for s in samples)
     if 0 < known < len(samples):
         raise ValueError(
-            f"the rate of the link is known for {known} of {len(samples)} samples: give "
-            "bytes_per_second to all of them, or to none."
+            f"the rate of the link is known for {known} of {len(samples)} samples: "
+            "give bytes_per_second to all of them, or to none."
         )
     return known > 0
 
@@ -239,6 +246,7 @@ def _nearest(
     from scipy import optimize
 
     measured = np.array([s.seconds for s in samples])
+    rates = {s.bytes_per_second for s in samples}
     unit = np.array([unknown.start for unknown in unknowns])
     least = np.array([unknown.least for unknown in unknowns])
     most = np.array([unknown.most for unknown in unknowns])
@@ -248,7 +256,9 @@ def _nearest(
 
     def errors(x: np.ndarray) -> np.ndarray:
         model = guess(figures(x))
-        return np.array([predict(model, s) for s in samples]) / measured - 1
+        linked = {rate: _linked(model, rate) for rate in rates}
+        found = [_seconds(linked[s.bytes_per_second], s) for s in samples]
+        return np.array(found) / measured - 1
 
     best = optimize.least_squares(
         errors,

@@ -1,6 +1,7 @@
 """Time of one all-reduce, exact and through the codec, from a few figures."""
 
 import dataclasses
+import functools
 import json
 import math
 import pathlib
@@ -30,7 +31,7 @@ class Link:
     stall: float = 0.0
     # What a sum can send at once before the rate holds: the token bucket of a shaped
     # link (tc tbf, most cloud machines), full again once the link has rested.
-    burst_bytes: float = 0.0
+    burst_bytes: int = 0
 
     def __post_init__(self):
         _check_at_least_zero(self, "latency_seconds", "burst_bytes")
@@ -39,7 +40,7 @@ class Link:
                 raise ValueError(f"{name}={getattr(self, name)} must be above 0.")
         _check_share(self, "efficiency", "stall")
 
-    def seconds(self, sent: float) -> float:
+    def seconds(self, sent: int | float) -> float:
         """Time for which a sum that sends so many bytes keeps the link, latency apart.
 
         Args:
@@ -58,8 +59,8 @@ class ExactSpeed:
     """
 
     byte_seconds: float = 0.0  # of adding and copying, for each byte that is sent
-    # Of the shorter of adding and sending, what happens beside the longer: a ring that
-    # adds one segment while another is on its way nears 1; ranks that share cores, less.
+    # Of the shorter of adding and sending, what happens beside the longer: near 1 for a
+    # ring that adds one segment while another is on its way, less if ranks share cores.
     overlap: float = 0.0
     # Whether it may go along a tree as well as round a ring, as NCCL's does.
     tree: bool = False
@@ -228,10 +229,18 @@ class CostModel:
 
     def _wire(self, values: int) -> dict[str, int]:
         """Bytes that a rank sends in the two exchanges."""
-        config = dataclasses.replace(self.config, min_bytes=0, path="auto")
         if not values:
             return {"all_to_all": 0, "all_gather": 0}
-        return wire_bytes((values,), self.ranks, config, dtype=self.dtype)
+        return _wire_bytes(values, self.ranks, self.config, self.dtype)
+
+
+# A fit and a break-even ask for the same few messages hundreds of times.
+@functools.lru_cache(maxsize=1024)
+def _wire_bytes(
+    values: int, ranks: int, config: EchoConfig, dtype: str
+) -> dict[str, int]:
+    through_codec = dataclasses.replace(config, min_bytes=0, path="auto")
+    return wire_bytes((values,), ranks, through_codec, dtype=dtype)
 
 
 def _from_entries(entries: dict[str, Any]) -> CostModel:

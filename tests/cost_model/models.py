@@ -8,7 +8,7 @@ from echo_jax.cost_model import CodecSpeed, CostModel, ExactSpeed, Link
 LAN = CostModel(
     ranks=4,
     link=Link(latency_seconds=1e-4, bytes_per_second=5e7, efficiency=0.9, stall=0.8),
-    exact=ExactSpeed(byte_seconds=3e-9),
+    exact=ExactSpeed(byte_seconds=3e-9, overlap=0.7),
     codec=CodecSpeed(piece_seconds=2e-3, value_seconds=8e-9, overlap=0.5),
     dtype="float16",
 )
@@ -28,8 +28,13 @@ def models(draw) -> CostModel:
             bytes_per_second=power(6, 12),
             efficiency=draw(st.floats(0.1, 1)),
             stall=draw(st.floats(0, 1)),
+            burst_bytes=draw(st.sampled_from([0, 10**5, 10**7])),
         ),
-        exact=ExactSpeed(byte_seconds=power(-12, -8), tree=draw(st.booleans())),
+        exact=ExactSpeed(
+            byte_seconds=power(-12, -8),
+            overlap=draw(st.floats(0, 1)),
+            tree=draw(st.booleans()),
+        ),
         codec=CodecSpeed(
             piece_seconds=power(-6, -2),
             value_seconds=power(-13, -8),

@@ -1,5 +1,6 @@
 """``echo-jax advise`` says what the cost model says."""
 
+import dataclasses
 import json
 
 import pytest
@@ -34,6 +35,17 @@ def test_settings_and_gain_are_those_of_the_model(calibration, capsys):
     assert f"First token: {advice.gain(compute_seconds=0.1):.2f} times" in text
     text = said(capsys, "--load", calibration, "--sizes", *sizes, "--share", "0.4")
     assert f"All of it: {advice.gain_of_share(0.4):.2f} times" in text
+
+
+def test_a_burst_that_is_given_is_that_of_the_link(calibration, capsys):
+    """Under it the exact sum is as quick as on a link without a limit."""
+    link = dataclasses.replace(LAN.link, burst_bytes=1 << 20)
+    exact = dataclasses.replace(LAN, link=link).exact_seconds(1 << 18)
+    assert exact < LAN.exact_seconds(1 << 18) / 2
+    arguments = ("--load", calibration, "--sizes", 1 << 18)
+    text = said(capsys, *arguments, "--burst-bytes", 1 << 20)
+    assert f"│ 1 │ {1e3 * exact:.3g} │" in text
+    assert f"│ 1 │ {1e3 * LAN.exact_seconds(1 << 18):.3g} │" in said(capsys, *arguments)
 
 
 def test_where_few_bits_do_not_pay_it_says_so(calibration, capsys):
@@ -99,6 +111,8 @@ def test_a_mesh_is_calibrated_and_saved(tmp_path, monkeypatch, capsys):
         (["--load", "lan.json", "--save", "a.json"], "nothing is measured"),
         (["--load", "missing.json"], "missing.json"),
         (["--ranks", "12"], "here give tensor_ranks"),
+        (["--burst-bytes", "-1"], "burst_bytes=-1 must be at least 0"),
+        (["--burst-bytes", "1", "--machine", "h200"], "assumed machines have none"),
         (["--machine", "h200", "--ranks", "12"], "ranks=12 must fill nodes"),
         (["--model", "missing"], "missing does not exist"),
         (["--load", "lan.json", "--dtype", "float32"], "was calibrated for float16"),

@@ -1,6 +1,7 @@
 """What a sum costs follows from bytes, ranks and pieces as it must."""
 
 import dataclasses
+import json
 import math
 
 import pytest
@@ -90,6 +91,40 @@ def test_a_stall_costs_one_exchange_more():
     assert more == pytest.approx(exchange / LAN.link.bytes_per_second)
 
 
+def test_what_fits_into_the_burst_passes_at_once():
+    """And what does not takes so much less as the burst takes at the link's rate."""
+    shaped = dataclasses.replace(
+        LAN, link=dataclasses.replace(LAN.link, burst_bytes=10**6)
+    )
+    unlimited = LAN.over(math.inf)
+    saved = 1e6 / LAN.link.bytes_per_second
+    for times in (CostModel.exact_seconds, CostModel.echo_seconds):
+        assert times(shaped, 1 << 18) == times(unlimited, 1 << 18)
+        assert times(shaped, 1 << 24) < times(LAN, 1 << 24)
+    apart = dataclasses.replace(LAN.exact, overlap=0.0)
+    slow, quick = (dataclasses.replace(m, exact=apart) for m in (LAN, shaped))
+    assert slow.exact_seconds(1 << 24) - quick.exact_seconds(1 << 24) == (
+        pytest.approx(saved)
+    )
+    assert LAN.echo_seconds(1 << 24) - shaped.echo_seconds(1 << 24) == (
+        pytest.approx(saved)
+    )
+
+
+def test_adding_beside_sending_takes_as_long_as_the_longer():
+    size, quiet = 1 << 24, dataclasses.replace(LAN.link, latency_seconds=0.0)
+
+    def seconds(overlap, byte_seconds=3e-9, rate=5e7):
+        exact = ExactSpeed(byte_seconds=byte_seconds, overlap=overlap)
+        model = dataclasses.replace(LAN, link=quiet, exact=exact)
+        return model.over(rate).exact_seconds(size)
+
+    adding, wire = seconds(0.0, rate=math.inf), seconds(0.0, byte_seconds=0.0)
+    assert seconds(0.0) == pytest.approx(adding + wire)
+    assert seconds(1.0) == pytest.approx(max(adding, wire))
+    assert seconds(0.5) == pytest.approx((seconds(0.0) + seconds(1.0)) / 2)
+
+
 def test_a_tree_helps_small_messages_of_many_ranks_alone():
     ring = dataclasses.replace(LAN, ranks=64)
     tree = dataclasses.replace(ring, exact=dataclasses.replace(LAN.exact, tree=True))
@@ -117,6 +152,18 @@ def test_a_saved_model_comes_back(tmp_path_factory, model):
         assert CostModel.load(path) == given_model
 
 
+def test_a_file_without_the_newer_figures_is_read(tmp_path):
+    """Links knew no burst and sums no overlap when it was written: both are none."""
+    path = tmp_path / "model.json"
+    LAN.save(path)
+    entries = json.loads(path.read_text())
+    del entries["link"]["burst_bytes"], entries["exact"]["overlap"]
+    path.write_text(json.dumps(entries))
+    found = CostModel.load(path)
+    assert found.link == LAN.link
+    assert found.exact == ExactSpeed(byte_seconds=LAN.exact.byte_seconds)
+
+
 def test_what_is_no_model_says_so(tmp_path):
     path = tmp_path / "model.json"
     for text in ("nothing", "{}", "[]", '{"link": {"speed": 1}}'):
@@ -134,6 +181,8 @@ def test_what_is_no_model_says_so(tmp_path):
         (lambda: dataclasses.replace(LAN.link, stall=1.5), "stall=1.5"),
         (lambda: dataclasses.replace(LAN.link, efficiency=2.0), "efficiency=2.0"),
         (lambda: dataclasses.replace(LAN.link, latency_seconds=-1.0), "latency"),
+        (lambda: dataclasses.replace(LAN.link, burst_bytes=-1), "burst_bytes=-1"),
+        (lambda: ExactSpeed(overlap=1.5), "overlap=1.5 must lie in 0 to 1"),
         (lambda: ExactSpeed(byte_seconds=math.inf), "byte_seconds=inf"),
         (lambda: dataclasses.replace(LAN.codec, overlap=-0.1), "overlap=-0.1"),
         (lambda: dataclasses.replace(LAN.codec, value_seconds=-1.0), "value_seconds"),

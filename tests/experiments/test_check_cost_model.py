@@ -1,5 +1,6 @@
 """Predictions are compared with the newest line of each cell; verdicts are right."""
 
+import dataclasses
 import pathlib
 import sys
 
@@ -14,10 +15,16 @@ import check_cost_model as check
 
 SIZES = tuple(1 << n for n in (12, 14, 16, 18, 20, 22, 24))
 RATES = (None, 400.0, 200.0, 100.0)
+# On the links of the measured grid.
+SHAPED = dataclasses.replace(
+    LAN, link=dataclasses.replace(LAN.link, burst_bytes=check.BUCKET_BYTES)
+)
 ECHO = {"bits": 4, "rotate": True, "residual_dtype": "bfloat16"}
 
 
-def write_network(path: pathlib.Path, slowed=lambda config: 1.0) -> None:
+def write_network(
+    path: pathlib.Path, slowed=lambda config: 1.0, *, spread: float = 0.0
+) -> None:
     """A grid of the times of a cost model, as ``bench_network.py`` writes one."""
     writer = RecordWriter(path)
     place = {
@@ -30,7 +37,7 @@ def write_network(path: pathlib.Path, slowed=lambda config: 1.0) -> None:
     }
     for size in SIZES:
         for rate in RATES:
-            model = LAN.over(1e6 / 8 * (rate or float("inf")))
+            model = SHAPED.over(1e6 / 8 * (rate or float("inf")))
             for pieces in (None, 1, 4):
                 config = {**place, "rate_mbit": rate, "message_bytes": size}
                 if pieces is None:
@@ -48,6 +55,7 @@ def write_network(path: pathlib.Path, slowed=lambda config: 1.0) -> None:
                         metric="allreduce_ms",
                         value=value,
                         unit="ms",
+                        spread=spread * value,
                         config=config,
                     )
                 )
@@ -73,21 +81,36 @@ def test_a_grid_of_the_models_own_times_is_predicted(tmp_path):
     found = verdicts(rows)
     for of in ("all", "held out"):
         assert found["median_relative_error", of] < 1e-3
-    assert found["right_winner_share", "all"] == 1
+    for of in ("all", "clear", "beyond spread"):
+        assert found["right_winner_share", of] == 1
     assert found["worst_advised_speedup", "all"] >= 1
 
 
 def test_what_was_not_foreseen_counts_against_the_model(tmp_path):
-    """Echo is three times slower than predicted at the rates that were not fitted."""
+    """Echo is six times slower than predicted at the rates that were not fitted."""
 
     def slowed(config):
-        return 3.0 if config["path"] == "echo" and config["rate_mbit"] == 100 else 1.0
+        return 6.0 if config["path"] == "echo" and config["rate_mbit"] == 100 else 1.0
 
     write_network(tmp_path / "bench_network.jsonl", slowed)
     found = verdicts(list(check.network(tmp_path)))
     assert found["right_winner_share", "all"] < 1
     assert found["worst_advised_speedup", "all"] < 1
     assert found["median_relative_error", "held out"] < 1e-3
+
+
+def test_a_winner_within_the_spread_is_none_beyond_it(tmp_path):
+    """Rounds that lie apart as far as the slowest takes tell no winner."""
+
+    def beyond(spread):
+        path = tmp_path / f"{spread}" / "bench_network.jsonl"
+        write_network(path, spread=spread)
+        return [
+            duel.beyond_spread for duel in check.duels(list(check.network(path.parent)))
+        ]
+
+    assert all(beyond(0.0))
+    assert not any(beyond(2.0))
 
 
 def test_a_grid_that_is_not_whole_is_left_out(tmp_path, monkeypatch, capsys):
@@ -105,7 +128,7 @@ def test_the_newest_line_of_a_cell_counts(tmp_path):
     assert len(records) == 3 * len(SIZES) * len(RATES)
     exact = next(r for r in records if r["config"]["path"] == "psum")
     rate = 1e6 / 8 * (exact["config"]["rate_mbit"] or float("inf"))
-    model = LAN.over(rate)
+    model = SHAPED.over(rate)
     size = exact["config"]["message_bytes"]
     assert exact["value"] == pytest.approx(1e3 * model.exact_seconds(size))
 
