@@ -16,7 +16,7 @@ from echo_jax.benchmark import Case
 from echo_jax.config import EchoConfig
 from echo_jax.devices import Cluster, Device, tensor_mesh
 from echo_jax.models.generation import bucket, bytes_per_token
-from echo_jax.models.loading import load
+from echo_jax.models.loading import LoadedModel, load
 from echo_jax.models.timing import Times, time_to_first_token
 from echo_jax.plan import DepthPlan
 from echo_jax.records import Record, RecordWriter
@@ -99,7 +99,7 @@ class Bench:
 
 
 def bench(command: Bench, loading_bar: Callable) -> Callable[[], int]:
-    """Checks what can be wrong; what is returned does the rest, and the exit code."""
+    """Does what a wrong argument can stop; what is returned does the rest."""
     if isinstance(command.what, BenchAllReduce):
         return _bench_all_reduce(command.what)
     return _bench_first_token(command.what, loading_bar)
@@ -108,10 +108,15 @@ def bench(command: Bench, loading_bar: Callable) -> Callable[[], int]:
 def _bench_first_token(
     command: BenchFirstToken, loading_bar: Callable
 ) -> Callable[[], int]:
-    """Measures; what is returned prints the table."""
+    """Loads and measures, which can refuse a prompt; what is returned prints."""
     mesh = tensor_mesh(command.tensor_ranks, command.device)
     with loading_bar(Console(stderr=True)) as advance:
         model = load(command.model, mesh, dtype=command.dtype, progress=advance)
+    plans = {
+        "exact": DepthPlan.uniform(command.config.exact()),
+        "echo, 8 bits at the ends": DepthPlan.edges(command.config),
+        "echo": DepthPlan.uniform(command.config),
+    }
     device = jax.devices()[0].device_kind
     table = Table(
         "all-reduces",
@@ -122,11 +127,7 @@ def _bench_first_token(
         f"ranks ({device})",
     )
     tokens = command.batch * bucket(command.length)
-    for name, plan in (
-        ("exact", DepthPlan.uniform(command.config.exact())),
-        ("echo, 8 bits at the ends", DepthPlan.edges(command.config)),
-        ("echo", DepthPlan.uniform(command.config)),
-    ):
+    for name, plan in plans.items():
         times = time_to_first_token(
             model,
             plan,
@@ -137,24 +138,7 @@ def _bench_first_token(
         sent = bytes_per_token(model, plan, tokens=tokens)
         table.add_row(name, *_cells(times), f"{sent:,.0f}")
         if command.out is not None:
-            config = {
-                "plan": name,
-                "ranks": model.ranks,
-                "model": command.model.name,
-                "dtype": model.config.dtype,
-                "length": command.length,
-                "batch": command.batch,
-                "repeats": command.repeats,
-                "bytes_per_token": sent,
-            }
-            record = Record(
-                experiment="bench_ttft",
-                metric="ttft_ms",
-                value=1e3 * times.median,
-                unit="ms",
-                spread=1e3 * (times.slowest - times.fastest),
-                config=config,
-            )
+            record = _first_token_record(command, model, name, times, sent)
             RecordWriter(command.out).write(record)
 
     def finish() -> int:
@@ -162,6 +146,30 @@ def _bench_first_token(
         return 0
 
     return finish
+
+
+def _first_token_record(
+    command: BenchFirstToken, model: LoadedModel, plan: str, times: Times, sent: float
+) -> Record:
+    """A plan's time, beside the bytes that it sends for a token."""
+    config = {
+        "plan": plan,
+        "ranks": model.ranks,
+        "model": command.model.name,
+        "dtype": model.config.dtype,
+        "length": command.length,
+        "batch": command.batch,
+        "repeats": command.repeats,
+        "bytes_per_token": sent,
+    }
+    return Record(
+        experiment="bench_ttft",
+        metric="ttft_ms",
+        value=1e3 * times.median,
+        unit="ms",
+        spread=1e3 * (times.slowest - times.fastest),
+        config=config,
+    )
 
 
 def _bench_all_reduce(command: BenchAllReduce) -> Callable[[], int]:

@@ -37,14 +37,21 @@ class Message:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Advice:
-    """Which settings to use, and what they are predicted to bring."""
+    """Which settings to use, and what they are predicted to bring.
 
-    path: Literal["echo", "exact"]  # exact: no message gains enough
-    min_bytes: int | None  # smallest message that gains enough; None: there is none
-    num_chunks: int  # pieces
+    Made by :func:`advise`.
+    """
+
+    min_bytes: int | None  # from which on messages gain enough; None: none does
+    num_chunks: int  # pieces that messages travel in
     messages: tuple[Message, ...]
     exact_seconds: tuple[float, ...]  # of one sum of each message
     echo_seconds: tuple[float, ...]  # the same through the codec, in num_chunks pieces
+
+    @property
+    def path(self) -> Literal["echo", "exact"]:
+        """Exact where no message gains enough."""
+        return "exact" if self.min_bytes is None else "echo"
 
     def takes_echo(self, message: Message) -> bool:
         """Whether the advised settings send this message through the codec."""
@@ -52,7 +59,7 @@ class Advice:
 
     def configure(self, config: EchoConfig) -> EchoConfig:
         """The configuration with the advised path, threshold and pieces."""
-        if self.min_bytes is None or self.path == "exact":
+        if self.min_bytes is None:
             return config.exact()
         return dataclasses.replace(
             config, path="auto", min_bytes=self.min_bytes, num_chunks=self.num_chunks
@@ -60,37 +67,47 @@ class Advice:
 
     @property
     def all_exact_seconds(self) -> float:
-        """Of all sums, exact."""
+        """Time of all sums, exact."""
         return sum(
             m.calls * t for m, t in zip(self.messages, self.exact_seconds, strict=True)
         )
 
     @property
     def advised_seconds(self) -> float:
-        """Of all sums with the advised settings."""
+        """Time of all sums with the advised settings."""
         times = zip(self.messages, self.exact_seconds, self.echo_seconds, strict=True)
         return sum(m.calls * (y if self.takes_echo(m) else x) for m, x, y in times)
 
     def gain(self, *, compute_seconds: float) -> float:
         """How many times faster everything is, beside so much other work.
 
+        Args:
+          compute_seconds: that take no sums: of a first token, or a training step.
+
         Raises:
           ValueError: for a negative time.
         """
         if compute_seconds < 0:
             raise ValueError(f"compute_seconds={compute_seconds} must be at least 0.")
+        if not self.all_exact_seconds:
+            return 1.0
         return (compute_seconds + self.all_exact_seconds) / (
             compute_seconds + self.advised_seconds
         )
 
     def gain_of_share(self, share: float) -> float:
-        """The same, where exact sums take this share of the time.
+        """How many times faster everything is, where exact sums take so much of it.
+
+        Args:
+          share: part of the time that exact sums take, 0 to 1.
 
         Raises:
           ValueError: for a share outside 0 to 1.
         """
         if not 0 <= share <= 1:
             raise ValueError(f"share={share} must lie in 0 to 1.")
+        if not self.all_exact_seconds:
+            return 1.0
         return 1 / (1 - share + share * self.advised_seconds / self.all_exact_seconds)
 
 
@@ -120,11 +137,12 @@ def advise(
         >>> advice = advise(model, [Message(message_bytes=1 << 24, calls=64)])
         >>> config = advice.configure(EchoConfig())
     """
-    if not messages or not chunks or min(chunks) < 1 or margin < 0:
-        raise ValueError(
-            f"messages={messages!r} must not be empty, chunks={chunks!r} must hold "
-            f"numbers of at least 1, margin={margin} must be at least 0."
-        )
+    if not messages:
+        raise ValueError("messages must not be empty: say what is summed.")
+    if min(chunks, default=0) < 1:
+        raise ValueError(f"chunks={chunks!r} must hold numbers of at least 1.")
+    if margin < 0:
+        raise ValueError(f"margin={margin} must be at least 0.")
     advices = [_with_pieces(times, messages, count, margin) for count in sorted(chunks)]
     return min(advices, key=lambda advice: advice.advised_seconds)
 
@@ -142,7 +160,8 @@ def break_even(
 
     Returns:
       Bytes at which the two times cross; 1 if echo is always faster, None if it is not
-      even with the largest message.
+      even with the largest message. On a link with a burst they may cross more than
+      once, and this is one of the crossings.
     """
 
     def pays(size: int) -> bool:
@@ -150,8 +169,7 @@ def break_even(
 
     if not pays(largest):
         return None
-    # The difference of the two times bends upwards: below the largest message, where
-    # echo wins, there is one crossing.
+    # Echo wins with the largest message and not with none at all: they cross between.
     low, high = 0, largest
     while high - low > 1:
         middle = (low + high) // 2
@@ -196,12 +214,14 @@ def _with_pieces(
     sizes = sorted({message.message_bytes for message in messages})
     least = break_even(times, num_chunks=num_chunks, margin=margin, largest=max(sizes))
     for size in sizes:
-        # Padding of a few blocks can cost a message just above more than it gains.
+        # Padding of a few blocks can cost a message just above more than it gains, and
+        # bends of the times can cost one further up.
         lost = least is not None and size >= least
         if lost and not _pays(times, size, num_chunks, margin):
             least = size + 1
+    if least is not None and least > sizes[-1]:
+        least = None
     return Advice(
-        path="exact" if least is None else "echo",
         min_bytes=least,
         num_chunks=num_chunks,
         messages=tuple(messages),
