@@ -3,9 +3,9 @@
 import dataclasses
 from typing import Literal, cast, get_args
 
-import jax
 import jax.numpy as jnp
 
+from echo_jax import platform
 from echo_jax.wire.format import WireFormat
 
 Backend = Literal["auto", "xla", "triton", "pallas"]
@@ -36,8 +36,8 @@ class EchoConfig:
     format: WireFormat = WireFormat()  # codes, blocks, rotation
     feedback: bool = True  # repay each call's rounding error in the next call
     # A call whose x is smaller is an exact psum that also pays the residual. By static
-    # size only; 0 never takes the exact path. In bytes of the rank's x; "auto" depends
-    # on JAX's default platform, see :attr:`least_bytes`.
+    # size only; 0 never takes the exact path. In bytes of the rank's x; "auto" is
+    # 32 MiB where JAX uses GPUs, 256 KiB elsewhere.
     min_bytes: int | Literal["auto"] = "auto"
     path: Path = "auto"  # "exact" takes the exact path whatever the size
     # How the residual is kept between calls; "int8" and "int4" are a byte and half a
@@ -80,14 +80,13 @@ class EchoConfig:
     def least_bytes(self) -> int:
         """``min_bytes`` as a number: "auto" is 32 MiB on GPUs and 256 KiB elsewhere.
 
-        GPUs that are linked by a network rather than NVLink want less, and a program
-        that is compiled ahead for another platform wants a number of its own:
-        ``echo-jax advise`` measures one.
+        "On GPUs" means that JAX's CUDA plugin is installed and ``jax_platforms`` does
+        not rule it out; no device is touched to find out. GPUs that are linked by a
+        network rather than NVLink want less: ``echo-jax advise`` measures a number.
         """
         if self.min_bytes != "auto":
             return self.min_bytes
-        on_gpu = jax.default_backend() == "gpu"
-        return _AUTO_MIN_BYTES_GPU if on_gpu else _AUTO_MIN_BYTES
+        return _AUTO_MIN_BYTES_GPU if platform.expects_gpu() else _AUTO_MIN_BYTES
 
     @property
     def is_exact(self) -> bool:

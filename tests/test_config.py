@@ -1,10 +1,11 @@
 import dataclasses
+import types
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from echo_jax import EchoConfig, WireFormat, explain
+from echo_jax import EchoConfig, WireFormat, explain, platform
 
 
 def test_defaults_are_the_recommended_ones():
@@ -57,15 +58,35 @@ def test_refused_fields_are_named_with_what_is_accepted(field, value, needed):
         EchoConfig(**{field: value})
 
 
-@pytest.mark.parametrize(("platform", "least"), [("cpu", 1 << 18), ("gpu", 1 << 25)])
-def test_auto_min_bytes_is_that_of_the_platform(platform, least, monkeypatch):
-    monkeypatch.setattr(jax, "default_backend", lambda: platform)
+@pytest.mark.parametrize(("on_gpu", "least"), [(False, 1 << 18), (True, 1 << 25)])
+def test_auto_min_bytes_is_that_of_the_platform(on_gpu, least, monkeypatch):
+    monkeypatch.setattr(platform, "expects_gpu", lambda: on_gpu)
     assert EchoConfig(min_bytes="auto").least_bytes == least
     assert EchoConfig(min_bytes=7).least_bytes == 7
     said = str(explain((least // 2 - 1,), "bfloat16", 8, EchoConfig()))
     assert said.startswith("exact")
     assert f"under min_bytes={least:,} (auto)" in said
     assert explain((least // 2,), "bfloat16", 8, EchoConfig()).path == "echo"
+
+
+@pytest.mark.parametrize(
+    ("plugin", "platforms", "expected"),
+    [
+        (True, None, True),
+        (True, "cuda,cpu", True),
+        (True, "gpu", True),
+        (True, "cpu", False),
+        (False, None, False),
+        (False, "cuda", False),
+    ],
+)
+def test_a_gpu_is_expected_where_jax_would_use_one(
+    plugin, platforms, expected, monkeypatch
+):
+    monkeypatch.setattr(platform, "has_cuda_plugin", lambda: plugin)
+    with monkeypatch.context() as patch:
+        patch.setattr(jax, "config", types.SimpleNamespace(read=lambda _: platforms))
+        assert platform.expects_gpu() == expected
 
 
 def test_exact_is_exact_at_any_size_and_changes_nothing_else():

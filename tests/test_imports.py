@@ -10,6 +10,7 @@ ROOT = pathlib.Path(echo_jax.__file__).parent
 ORDER = (
     "typing",
     "axes",
+    "platform",
     "wire",
     "config",
     "kernels",

@@ -3,19 +3,17 @@
 import dataclasses
 import functools
 import importlib
-import importlib.util
 from collections.abc import Callable
 
 import jax
 
+from echo_jax import platform
 from echo_jax.config import Backend
 from echo_jax.kernels import dispatch, xla
 from echo_jax.wire.format import WireFormat
 
 # Formats whose codes fill whole bytes slot by slot; the others take two planes.
 KERNEL_BITS = (2, 4, 8)
-# What JAX on an NVIDIA GPU is made of: without one of these nothing is compiled for it.
-_CUDA_PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -103,7 +101,7 @@ def _with_kernels(name: str, elsewhere: str | None = None) -> Codec:
 
 @functools.cache
 def _best_kernels() -> str | None:
-    if not any(importlib.util.find_spec(plugin) for plugin in _CUDA_PLUGINS):
+    if not platform.has_cuda_plugin():
         return None
     return "triton" if _triton_error() is None else "pallas"
 
