@@ -25,6 +25,6 @@ def expects_gpu() -> bool:
     So it is where JAX's CUDA plugin is installed, unless ``jax_platforms``
     (``JAX_PLATFORMS``) names other platforms alone.
     """
-    chosen = jax.config.read("jax_platforms")
+    chosen = jax.config.jax_platforms  # pyrefly: ignore[missing-attribute]
     wanted = not chosen or bool(_GPU_NAMES & set(chosen.split(",")))
     return wanted and has_cuda_plugin()

@@ -1,5 +1,4 @@
 import dataclasses
-import types
 
 import jax
 import jax.numpy as jnp
@@ -84,9 +83,12 @@ def test_a_gpu_is_expected_where_jax_would_use_one(
     plugin, platforms, expected, monkeypatch
 ):
     monkeypatch.setattr(platform, "has_cuda_plugin", lambda: plugin)
-    with monkeypatch.context() as patch:
-        patch.setattr(jax, "config", types.SimpleNamespace(read=lambda _: platforms))
+    before = jax.config.jax_platforms
+    jax.config.update("jax_platforms", platforms)
+    try:
         assert platform.expects_gpu() == expected
+    finally:
+        jax.config.update("jax_platforms", before)
 
 
 def test_exact_is_exact_at_any_size_and_changes_nothing_else():
