@@ -1,6 +1,9 @@
 """Settings that must come before JAX is imported, and what tests share."""
 
+import atexit
 import os
+import shutil
+import tempfile
 
 import hypothesis
 import jaxtyping
@@ -13,6 +16,14 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 _DEVICES = "--xla_force_host_platform_device_count"
 if _DEVICES not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_DEVICES}=8".strip()
+
+# The same small programs are compiled again and again, by tests, by workers and by the
+# programs that tests start: they share what is compiled, for the time of this run.
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    _COMPILED = tempfile.mkdtemp(prefix="echo-jax-tests-")
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = _COMPILED
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
+    atexit.register(shutil.rmtree, _COMPILED, ignore_errors=True)
 
 # Every annotated shape and dtype of the package is checked while tests run.
 jaxtyping.install_import_hook("echo_jax", "beartype.beartype")
