@@ -11,9 +11,8 @@ import math
 
 import jax
 import jax.numpy as jnp
-import jax_triton
 
-from echo_jax.kernels import triton_kernels
+from echo_jax.kernels import triton_call, triton_kernels
 from echo_jax.wire import blocks as blocking
 from echo_jax.wire import compact, quantizer
 from echo_jax.wire.blocks import Piece
@@ -47,7 +46,6 @@ _PART_WIDTH = 32  # see triton_kernels
 _WIDEST_ACCESS = 16  # bytes or values beyond which alignment gains nothing
 # What is compiled for where no GPU is at hand; code for it runs on all later ones.
 _OLDEST_CAPABILITY = 80
-_UNUSED = jax.ShapeDtypeStruct((1,), jnp.uint8)
 
 
 def send(x, residual, *, fmt: WireFormat, chunks: int, piece: Piece | None = None):
@@ -59,18 +57,21 @@ def send(x, residual, *, fmt: WireFormat, chunks: int, piece: Piece | None = Non
     tuning = _SEND_NIBBLES if _kind(residual) == "nibbles" else _SEND
     tuning = _ROTATING if fmt.rotate else tuning
     row_scalars, row_constants = _rows(shape, fmt)
-    payloads, *owed = _launch(
+    (payloads,), owed = _launch(
         triton_kernels.send_kernel,
-        [x, *_residual_inputs(residual, x), _matrix(fmt, fmt.forward_exponent)],
-        [*row_scalars, chunks, *_place(chunk_blocks, start, blocks, payload_bytes)],
         [
-            jax.ShapeDtypeStruct((batch, chunks, payload_bytes), jnp.uint8),
-            *_residual_outputs(residual),
+            x,
+            *_residual_operands(residual, x),
+            _matrix(fmt, fmt.forward_exponent),
+            *row_scalars,
+            chunks,
+            *_place(chunk_blocks, start, blocks, payload_bytes),
         ],
+        [jax.ShapeDtypeStruct((batch, chunks, payload_bytes), jnp.uint8)],
         (blocks, batch * chunks),
+        in_place=_residual_places(residual),
         fmt=fmt,
         tuning=tuning,
-        input_output_aliases=_aliases(residual),
         KIND=_kind(residual),
         ROTATE=fmt.rotate,
         STAGES=tuning.stages,
@@ -87,18 +88,18 @@ def reduce(payloads, residual, *, fmt: WireFormat, piece: Piece | None = None):
     blocks = payload_bytes // fmt.block_bytes
     chunk_blocks = blocks if residual is None else residual.shape[1]
     start, _ = _run(piece, chunk_blocks)
-    sums, *owed = _launch(
+    (sums,), owed = _launch(
         triton_kernels.reduce_kernel,
-        [payloads, *_residual_inputs(residual, payloads)],
-        _place(chunk_blocks, start, blocks, payload_bytes),
         [
-            jax.ShapeDtypeStruct((batch, payload_bytes), jnp.uint8),
-            *_residual_outputs(residual),
+            payloads,
+            *_residual_operands(residual, payloads),
+            *_place(chunk_blocks, start, blocks, payload_bytes),
         ],
+        [jax.ShapeDtypeStruct((batch, payload_bytes), jnp.uint8)],
         (blocks, batch),
+        in_place=_residual_places(residual),
         fmt=fmt,
         tuning=_REDUCE,
-        input_output_aliases=_aliases(residual),
         KIND=_kind(residual),
         RANKS=ranks,
         SCALE_FACTOR=float(quantizer.scale_factor(fmt)),
@@ -123,20 +124,22 @@ def return_(
     start, blocks = _run(piece, chunk_blocks)
     tuning = _ROTATING if fmt.rotate else _RETURN
     row_scalars, row_constants = _rows(shape, fmt)
-    (rows,) = _launch(
+    operands = [
+        payloads,
+        payloads if stream is None else stream,
+        _matrix(fmt, 0),
+        *row_scalars,
+        chunks,
+        *_place(chunk_blocks, start, blocks, payload_bytes),
+    ]
+    fresh, changed = _launch(
         triton_kernels.return_kernel,
-        [
-            payloads if out is None else out,
-            payloads,
-            payloads if stream is None else stream,
-            _matrix(fmt, 0),
-        ],
-        [*row_scalars, chunks, *_place(chunk_blocks, start, blocks, payload_bytes)],
-        [jax.ShapeDtypeStruct((batch, *shape), dtype)],
+        operands if out is None else [*operands, out],
+        [jax.ShapeDtypeStruct((batch, *shape), dtype)] if out is None else [],
         (blocks, batch * chunks),
+        in_place=() if out is None else (len(operands),),
         fmt=fmt,
         tuning=tuning,
-        input_output_aliases={} if out is None else {0: 0},
         ADD=stream is not None,
         ROTATE=fmt.rotate,
         STAGES=tuning.stages,
@@ -144,35 +147,37 @@ def return_(
         ALIGN=_alignment(payload_bytes),
         **row_constants,
     )
+    (rows,) = fresh or changed
     return rows
 
 
 def _launch(
-    kernel, arrays, scalars, outputs, extent, *, fmt: WireFormat, tuning, **options
+    kernel, operands, results, extent, *, in_place, fmt: WireFormat, tuning, **constants
 ):
     """Runs a kernel over ``extent``: blocks, a tile of them at a time, times chunks."""
     blocks, chunks = extent
     tile = tuning.tile_values // fmt.block_size
-    if options.get("ROTATE"):
+    if constants.get("ROTATE"):
         tile = max(tile, _SMALLEST_DOT)
     programs = -(-blocks // tile)
     if tuning.stages > 1:
         programs = min(programs, max(1, _RESIDENT_PROGRAMS // chunks))
-    return jax_triton.triton_call(
-        *arrays,
-        *scalars,
-        kernel=kernel,
+    return triton_call.call(
+        kernel,
+        operands,
+        results,
+        in_place=in_place,
         name=f"echo_{kernel.fn.__name__}",
-        out_shape=outputs,
         grid=(programs, chunks),
         num_warps=tuning.num_warps,
-        enable_fp_fusion=False,
         compute_capability=_compute_capability(),
-        BITS=fmt.bits,
-        SIZE=fmt.block_size,
-        WIDTH=_part_width(fmt),
-        TILE=tile,
-        **options,
+        constants={
+            "BITS": fmt.bits,
+            "SIZE": fmt.block_size,
+            "WIDTH": _part_width(fmt),
+            "TILE": tile,
+            **constants,
+        },
     )
 
 
@@ -220,7 +225,8 @@ def _kind(residual) -> str:
     return "float"
 
 
-def _residual_inputs(residual, unused):
+def _residual_operands(residual, unused):
+    """The arrays of a residual; without one, any others, which no kernel looks at."""
     if residual is None:
         return unused, unused
     if isinstance(residual, Compact):
@@ -228,26 +234,17 @@ def _residual_inputs(residual, unused):
     return residual, unused
 
 
-def _residual_outputs(residual):
-    if residual is None:
-        return _UNUSED, _UNUSED
-    if isinstance(residual, Compact):
-        codes = jax.ShapeDtypeStruct(residual.codes.shape, jnp.int8)
-        return codes, jax.ShapeDtypeStruct(residual.scales.shape, jnp.bfloat16)
-    return jax.ShapeDtypeStruct(residual.shape, residual.dtype), _UNUSED
+def _residual_places(residual) -> range:
+    """Where they stand among the operands: behind the first."""
+    return range(1, 1 + len(jax.tree.leaves(residual)))
 
 
-def _aliases(residual) -> dict[int, int]:
-    """The new residual takes the place of the old; inputs and outputs by position."""
-    return {index: index for index in range(1, 1 + len(jax.tree.leaves(residual)))}
-
-
-def _residual_result(residual, outputs):
+def _residual_result(residual, arrays):
     if residual is None:
         return None
     if isinstance(residual, Compact):
-        return type(residual)(compact.from_bytes(outputs[0]), outputs[1])
-    return outputs[0]
+        return type(residual)(compact.from_bytes(arrays[0]), arrays[1])
+    return arrays[0]
 
 
 @functools.cache

@@ -13,6 +13,9 @@ Multiply-adds are written out as ``fma``, and the compiler's own contraction is 
 every product fused here is exact, so that the results are those of the definition,
 ``kernels/xla.py``.
 
+A ``new_...`` parameter is the place of an array that is written in place, or None: then
+it is the place of the old one, see :mod:`echo_jax.kernels.triton_call`.
+
 Messages are the entries of a batch (of ``vmap``), one launch for all. Offsets within a
 tile are 32 bits wide, the start of a tile 64: a tensor may have any number of elements.
 """
@@ -54,8 +57,8 @@ def send_kernel(
     blocks,  # how many are sent
     payload_units,  # bytes of a payload, in units of ALIGN
     payloads,
-    new_owed,
-    new_scales,
+    new_owed: tl.constexpr,
+    new_owed_scales: tl.constexpr,
     KIND: tl.constexpr,  # of the residual: "none", "float", "bytes" or "nibbles"
     RAGGED: tl.constexpr,  # whether the last block of a row is not full
     ROW_ALIGN: tl.constexpr,
@@ -69,6 +72,10 @@ def send_kernel(
     STAGES: tl.constexpr,  # tiles whose loads are in flight at once
 ):
     """Adds the residual, rotates, quantizes, packs; keeps what was left out."""
+    if new_owed is None:
+        new_owed = owed
+    if new_owed_scales is None:
+        new_owed_scales = owed_scales
     chunk = tl.program_id(1)
     message = chunk // chunks
     row_width = row_units * ROW_ALIGN
@@ -80,7 +87,7 @@ def send_kernel(
         _send_tile(
             tl.program_id(0), x, owed, owed_scales, entries, total_blocks,
             blocks_per_row, row_width, chunk, first_chunk, chunk_blocks, piece_start,
-            blocks, payload_units, payloads, new_owed, new_scales, KIND, RAGGED,
+            blocks, payload_units, payloads, new_owed, new_owed_scales, KIND, RAGGED,
             ROTATE, SCALE_FACTOR, BITS, SIZE, WIDTH, ALIGN, TILE,
         )  # fmt: skip
     else:
@@ -91,8 +98,8 @@ def send_kernel(
             _send_tile(
                 tile, x, owed, owed_scales, entries, total_blocks, blocks_per_row,
                 row_width, chunk, first_chunk, chunk_blocks, piece_start, blocks,
-                payload_units, payloads, new_owed, new_scales, KIND, RAGGED, ROTATE,
-                SCALE_FACTOR, BITS, SIZE, WIDTH, ALIGN, TILE,
+                payload_units, payloads, new_owed, new_owed_scales, KIND, RAGGED,
+                ROTATE, SCALE_FACTOR, BITS, SIZE, WIDTH, ALIGN, TILE,
             )  # fmt: skip
 
 
@@ -114,7 +121,7 @@ def _send_tile(
     payload_units,
     payloads,
     new_owed,
-    new_scales,
+    new_owed_scales,
     KIND: tl.constexpr,
     RAGGED: tl.constexpr,
     ROTATE: tl.constexpr,
@@ -148,8 +155,8 @@ def _send_tile(
     )
     encode(
         values, block_scales(values, SCALE_FACTOR), body, tail,
-        new_owed + start * stride, new_scales + start, row, inside, KIND, BITS, SIZE,
-        WIDTH,
+        new_owed + start * stride, new_owed_scales + start, row, inside, KIND, BITS,
+        SIZE, WIDTH,
     )  # fmt: skip
 
 
@@ -163,8 +170,8 @@ def reduce_kernel(
     blocks,
     payload_units,
     sums,
-    new_owed,
-    new_scales,
+    new_owed: tl.constexpr,
+    new_owed_scales: tl.constexpr,
     KIND: tl.constexpr,
     RANKS: tl.constexpr,
     SCALE_FACTOR: tl.constexpr,
@@ -175,6 +182,10 @@ def reduce_kernel(
     TILE: tl.constexpr,
 ):
     """Adds one chunk of each rank, in rank order, and the residual; quantizes that."""
+    if new_owed is None:
+        new_owed = owed
+    if new_owed_scales is None:
+        new_owed_scales = owed_scales
     tile, message = tl.program_id(0), tl.program_id(1)
     row = tl.arange(0, TILE)
     inside = tile * TILE + row < blocks
@@ -201,14 +212,13 @@ def reduce_kernel(
     )
     encode(
         values, block_scales(values, SCALE_FACTOR), body, tail,
-        new_owed + start * stride, new_scales + start, row, inside, KIND, BITS, SIZE,
-        WIDTH,
+        new_owed + start * stride, new_owed_scales + start, row, inside, KIND, BITS,
+        SIZE, WIDTH,
     )  # fmt: skip
 
 
 @triton.jit
 def return_kernel(
-    earlier,  # the output with the pieces before this one, in its place
     payloads,
     stream,
     matrix,
@@ -220,7 +230,8 @@ def return_kernel(
     piece_start,
     blocks,
     payload_units,
-    out,
+    out,  # with the pieces before this one
+    new_out: tl.constexpr,
     ADD: tl.constexpr,  # whether to add to the stream
     RAGGED: tl.constexpr,
     ROW_ALIGN: tl.constexpr,
@@ -234,20 +245,22 @@ def return_kernel(
     STAGES: tl.constexpr,
 ):
     """Dequantizes, rotates back, adds to the stream, casts."""
+    if new_out is None:
+        new_out = out
     chunk = tl.program_id(1)
     message = chunk // chunks
     row_width = row_units * ROW_ALIGN
     size = message_size(total_blocks, blocks_per_row, row_width, RAGGED, SIZE)
     stream += message.to(tl.int64) * size
-    out += message.to(tl.int64) * size
+    new_out += message.to(tl.int64) * size
     entries = load_matrix(matrix, ROTATE, WIDTH)
     first_chunk = message * chunks
     if STAGES == 1:
         _return_tile(
             tl.program_id(0), payloads, stream, entries, total_blocks, blocks_per_row,
             row_width, chunk, first_chunk, chunk_blocks, piece_start, blocks,
-            payload_units, out, ADD, RAGGED, ROTATE, UNROTATE_SCALE, BITS, SIZE, WIDTH,
-            ALIGN, TILE,
+            payload_units, new_out, ADD, RAGGED, ROTATE, UNROTATE_SCALE, BITS, SIZE,
+            WIDTH, ALIGN, TILE,
         )  # fmt: skip
     else:
         tiles = tl.cdiv(blocks, TILE)
@@ -257,7 +270,7 @@ def return_kernel(
             _return_tile(
                 tile, payloads, stream, entries, total_blocks, blocks_per_row,
                 row_width, chunk, first_chunk, chunk_blocks, piece_start, blocks,
-                payload_units, out, ADD, RAGGED, ROTATE, UNROTATE_SCALE, BITS, SIZE,
+                payload_units, new_out, ADD, RAGGED, ROTATE, UNROTATE_SCALE, BITS, SIZE,
                 WIDTH, ALIGN, TILE,
             )  # fmt: skip
 

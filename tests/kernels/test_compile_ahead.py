@@ -26,7 +26,8 @@ needs_compiler = pytest.mark.skipif(
 
 
 def describe(*arguments: str) -> dict:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    paths = [str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     environment.pop("XLA_FLAGS", None)
     command = [sys.executable, str(HERE / "compile_ahead.py"), *arguments]
     done = subprocess.run(
@@ -114,25 +115,20 @@ def _compile(kernel, capability: int, constants: dict, pointers: dict):
 
 SHARED = {"BITS": 4, "SIZE": 64, "WIDTH": 32, "ALIGN": 16, "TILE": 32}
 ROWS = {"RAGGED": False, "ROW_ALIGN": 16, "ROTATE": True, "STAGES": 3}
-OWED = {"owed": "i8", "owed_scales": "bf16", "new_owed": "i8", "new_scales": "bf16"}
+OWED = {"owed": "i8", "owed_scales": "bf16"}
+PLACES = {"new_owed": None, "new_owed_scales": None}
 KERNELS = {
     "send_kernel": (
-        {"KIND": "bytes", "SCALE_FACTOR": 1 / 7.5, **ROWS},
+        {"KIND": "bytes", "SCALE_FACTOR": 1 / 7.5, **ROWS, **PLACES},
         {"x": "bf16", "matrix": "bf16", "payloads": "u8", **OWED},
     ),
     "reduce_kernel": (
-        {"KIND": "bytes", "SCALE_FACTOR": 1 / 7.5, "RANKS": 8},
+        {"KIND": "bytes", "SCALE_FACTOR": 1 / 7.5, "RANKS": 8, **PLACES},
         {"payloads": "u8", "sums": "u8", **OWED},
     ),
     "return_kernel": (
-        {"ADD": True, "UNROTATE_SCALE": 0.125, **ROWS},
-        {
-            "earlier": "bf16",
-            "payloads": "u8",
-            "stream": "bf16",
-            "matrix": "bf16",
-            "out": "bf16",
-        },
+        {"ADD": True, "UNROTATE_SCALE": 0.125, "new_out": None, **ROWS},
+        {"payloads": "u8", "stream": "bf16", "matrix": "bf16", "out": "bf16"},
     ),
 }
 

@@ -69,22 +69,44 @@ class HostTensor:
         return self.array.shape
 
 
-def triton_call(*args, kernel, out_shape, grid, input_output_aliases=(), **options):
-    """``jax_triton.triton_call`` on the interpreter, with its calling convention."""
-    for option in ("name", "num_warps", "enable_fp_fusion", "compute_capability"):
+def triton_call(*args, kernel, grid, out_shape=None, out_type=None, **options):
+    """``jax_triton.triton_call`` on the interpreter, with its calling conventions.
+
+    With ``out_shape`` that of version 0.3, with ``out_type`` that of version 0.4.
+    """
+    aliases = options.pop("input_output_aliases", {})
+    for option in ("name", "num_warps", "compute_capability"):
         options.pop(option)
-    arrays = [arg for arg in args if isinstance(arg, jax.Array)]
-    scalars = [arg for arg in args if not isinstance(arg, jax.Array)]
+    if out_shape is None:
+        assert options.pop("backend_options") == {"enable_fp_fusion": False}
+    else:
+        assert options.pop("enable_fp_fusion") is False
+    results = out_type if out_shape is None else out_shape
+    places = [place for place, arg in enumerate(args) if not isinstance(arg, int)]
+    refs = {
+        index: args[place]
+        for index, place in enumerate(places)
+        if isinstance(args[place], jax.Ref)
+    }
 
     def run(*arrays):
         tensors = [HostTensor(np.array(array)) for array in arrays]
-        outputs = [HostTensor(_poison(shape)) for shape in out_shape]
-        for source, target in dict(input_output_aliases).items():
+        outputs = [HostTensor(_poison(result)) for result in results]
+        for source, target in aliases.items():
             outputs[target] = tensors[source]
-        kernel[grid](*tensors, *scalars, *outputs, **options)
-        return [output.array for output in outputs]
+        operands = dict(zip(places, tensors, strict=True))
+        operands = [operands.get(place, arg) for place, arg in enumerate(args)]
+        kernel[grid](*operands, *outputs, **options)
+        written = [*outputs, *(tensors[index] for index in refs)]
+        return [tensor.array for tensor in written]
 
-    return jax.pure_callback(run, out_shape, *arrays)
+    changed = [jax.ShapeDtypeStruct(ref.shape, ref.dtype) for ref in refs.values()]
+    arrays = [args[place] for place in places]
+    arrays = [arg[...] if isinstance(arg, jax.Ref) else arg for arg in arrays]
+    out = jax.pure_callback(run, [*results, *changed], *arrays)
+    for ref, value in zip(refs.values(), out[len(results) :], strict=True):
+        ref[...] = value
+    return out[: len(results)]
 
 
 def _loop_over_tensors():
@@ -98,6 +120,19 @@ def _loop_over_tensors():
     interpreter._patch_lang_tensor = patched
 
 
+def _addresses_as_constants():
+    """Lets the place of a new array be an address or None, as compiled kernels do."""
+    start = interpreter.GridExecutor.__init__
+
+    def patched(self, *args):
+        start(self, *args)
+        self.constexprs = [
+            name for name in self.constexprs if not name.startswith("new_")
+        ]
+
+    interpreter.GridExecutor.__init__ = patched
+
+
 def _poison(shape):
     """Values that a kernel must overwrite."""
     return np.full(shape.shape, 0xA5, np.uint8).astype(shape.dtype)
@@ -106,12 +141,17 @@ def _poison(shape):
 def main(first: int, step: int) -> None:
     """Runs every ``step``-th case."""
     _loop_over_tensors()
-    sys.modules["jax_triton"] = types.SimpleNamespace(triton_call=triton_call)
+    _addresses_as_constants()
+    sys.modules["jax_triton"] = types.SimpleNamespace(
+        triton_call=triton_call, __version_info__=()
+    )
     from echo_jax.kernels import triton
+    from echo_jax.kernels import triton_call as caller
     from tests.kernels import kernel_contract
 
     failures = {}
-    for case in kernel_contract.CASES[first::step]:
+    for number, case in enumerate(kernel_contract.CASES[first::step]):
+        caller._TAKES_REFS = number % 2 == 1  # each convention every other time
         try:
             kernel_contract.check(triton, case)
         except Exception:
