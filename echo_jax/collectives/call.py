@@ -66,6 +66,43 @@ def unify(
     return axes.to_varying(x, union - own if invariant else union), residual
 
 
+def check_add_to(add_to: FloatLike, x: AnyFloat, axis_name: AxisName) -> AnyFloat:
+    """Checks what the sum of ``x`` is to be added to, and returns it as an array.
+
+    Raises:
+      ValueError: if it is not like ``x``, or varies along the axis of the sum.
+    """
+    add_to = jnp.asarray(add_to)
+    if (add_to.shape, add_to.dtype) != (x.shape, x.dtype):
+        raise ValueError(
+            f"echo_psum: add_to must have x's shape and dtype, {x.dtype}"
+            f"{list(x.shape)}, got {add_to.dtype}{list(add_to.shape)}. Leave it out and "
+            "add the two afterwards to have them promoted or broadcast."
+        )
+    varying = axes.varying_axes(add_to) & frozenset(axes.axis_names(axis_name))
+    if varying:
+        raise ValueError(
+            f"echo_psum: add_to varies along {sorted(map(str, varying))}, but is added "
+            "once, to the sum of all ranks: it must be the same on every rank, as the "
+            "output of echo_psum is, or an input with in_specs=P(). Each rank's own "
+            "summand belongs in x."
+        )
+    return add_to
+
+
+def unify_all(
+    x: AnyFloat, residual: Residual | None, add_to: AnyFloat, axis_name: AxisName
+) -> tuple[AnyFloat, Residual | None, AnyFloat]:
+    """As :func:`unify`, with the ``add_to`` of a sum, which does not vary along it."""
+    if not axes.is_tracked(axis_name):
+        return x, residual, add_to
+    x, residual = unify(x, residual, axis_name, invariant=False)
+    own = frozenset(axes.axis_names(axis_name))
+    union = axes.varying_axes(x) | axes.varying_axes(add_to)
+    x, residual = jax.tree.map(lambda leaf: axes.to_varying(leaf, union), (x, residual))
+    return x, residual, axes.to_varying(add_to, union - own)
+
+
 def feeds_back(residual: Residual | None, config: EchoConfig) -> bool:
     """Whether the call repays the residual and leaves a new one."""
     return residual is not None and config.feedback

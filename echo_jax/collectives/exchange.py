@@ -21,16 +21,35 @@ from echo_jax.wire import blocks as blocking
 
 
 def all_reduce(
-    x: AnyFloat, residual: Residual | None, axis_name: AxisName, config: EchoConfig
+    x: AnyFloat,
+    residual: Residual | None,
+    axis_name: AxisName,
+    config: EchoConfig,
+    *,
+    add_to: AnyFloat | None = None,
 ) -> tuple[AnyFloat, Residual | None]:
-    """Sum over the axis; typed invariant along it where types are tracked."""
+    """Sum over the axis, added to ``add_to``; typed invariant where types are tracked.
+
+    The two are added in float32 and rounded once, where the sum is decoded.
+    """
     ranks, shape = axes.axis_size(axis_name), blocking.row_shape(x.shape)
     rows, y = x.reshape(shape), None
+    stream = None if add_to is None else add_to.reshape(shape)
+    codec = get_codec(config.backend, config.format)
     blocks = blocking.blocks_per_chunk(shape, config.format.block_size, ranks)
     # The owner of a block is the same however many pieces there are, and so is every
     # bit. Pieces wait for each other only in the order of the calls of one stage.
     for piece in blocking.cut_pieces(blocks, config.num_chunks):
-        y, residual = _two_shots(rows, y, residual, axis_name, config, piece)
+        payloads, residual = _sum_piece(rows, residual, axis_name, config, piece)
+        y = codec.return_(
+            payloads,
+            shape=shape,
+            dtype=x.dtype,
+            fmt=config.format,
+            stream=stream,
+            piece=piece,
+            out=y,
+        )
     assert y is not None  # there is a piece, also of an empty tensor
     return y.reshape(x.shape), residual
 
@@ -74,8 +93,8 @@ def gather(
     return y.reshape(ranks, *x.shape), residual
 
 
-def _two_shots(rows, y, residual: Residual | None, axis_name, config, piece):
-    """Sums one piece into ``y``, which holds the pieces before it."""
+def _sum_piece(rows, residual: Residual | None, axis_name, config, piece):
+    """The two shots of one piece: its sum as every rank gets it, a chunk a row."""
     codec, fmt = get_codec(config.backend, config.format), config.format
     ranks = axes.axis_size(axis_name)
     send = None if residual is None else residual.send
@@ -83,13 +102,9 @@ def _two_shots(rows, y, residual: Residual | None, axis_name, config, piece):
     payloads, send = codec.send(rows, send, fmt=fmt, chunks=ranks, piece=piece)
     payloads = _exchange(payloads, axis_name)
     payload, reduce = codec.reduce(payloads, reduce, fmt=fmt, piece=piece)
-    payloads = _gather_sum(payload, axis_name)
-    y = codec.return_(
-        payloads, shape=rows.shape, dtype=rows.dtype, fmt=fmt, piece=piece, out=y
-    )
     if residual is not None:
         residual = dataclasses.replace(residual, send=send, reduce=reduce)
-    return y, residual
+    return _gather_sum(payload, axis_name), residual
 
 
 def _exchange(payloads: Payloads, axis_name: AxisName) -> Payloads:

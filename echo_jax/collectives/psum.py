@@ -17,6 +17,7 @@ def echo_psum(
     residual: Residual | None,
     axis_name: AxisName,
     *,
+    add_to: AnyFloat | None = None,
     config: EchoConfig = EchoConfig(),
 ) -> tuple[AnyFloat, Residual | None]:
     r"""Sum over an axis in few bits, repaying what earlier calls rounded away.
@@ -30,10 +31,13 @@ def echo_psum(
 
     so that over any number of calls :math:`\sum y = \sum\sum_i x_i - \sum_i w_i - v`:
     only the newest error stands. This holds where the outputs are added up unchanged,
-    as the residual stream of a pre-norm transformer does.
+    as the residual stream of a pre-norm transformer does. With ``add_to`` the call
+    returns the stream after it, ``add_to + y``: the pass that decodes :math:`y` adds it,
+    in float32, and rounds once to x's dtype. In float32 that is bit for bit the sum
+    taken afterwards; in bfloat16 and float16 it is one rounding less.
 
-    Gradient: that of ``psum``, the identity; the residual's cotangent passes through
-    untouched, to be used by :func:`echo_pvary`. Under ``check_vma=False`` differentiate
+    Gradient: that of ``psum``, the identity, and so for ``add_to``; the residual's
+    cotangent passes through untouched, to be used by :func:`echo_pvary`. Under ``check_vma=False`` differentiate
     inside the ``shard_map`` and use this pair or the exact pair of
     :mod:`echo_jax.collectives.exact` for every collective: JAX scales the cotangents
     of a ``grad`` taken outside by ``1/N``, before they can be seen here. Second
@@ -43,13 +47,16 @@ def echo_psum(
     many would do; ``config.exact()`` leaves it out.
 
     Sharding: inside ``jax.shard_map`` or ``jax.vmap(axis_name=...)``. ``x`` varies
-    along the axis; ``y`` is the same on every rank, bit for bit, and typed so.
+    along the axis; ``y`` is the same on every rank, bit for bit, and typed so. So is
+    ``add_to``.
 
     Args:
       x: this rank's partial sum, any shape; float32, bfloat16 or float16.
       residual: from :func:`echo_jax.init_residual` or the call before. None for no
         feedback.
       axis_name: the axis, or a tuple of axes that act as one.
+      add_to: what the sum is added to, of x's shape and dtype and the same on every
+        rank: the residual stream. None for the sum alone.
       config: format, path and backend of this call. Without ``config.feedback`` the
         residual passes by unpaid and unchanged.
 
@@ -57,27 +64,32 @@ def echo_psum(
       ``(y, residual)``: the sum in ``x``'s shape and dtype, and what is owed now. Bytes
       on the wire: :func:`echo_jax.wire_bytes`; worst error:
       :func:`echo_jax.error_bound`. A call smaller than ``config.min_bytes`` is exact
-      and pays the residual. A block with a NaN or an infinity becomes NaN on every
+      and pays the residual; the sum then arrives in x's dtype and is added there. A block with a NaN or an infinity becomes NaN on every
       rank and owes nothing.
 
     Raises:
       ValueError: for an unbound axis, an unsupported dtype, a residual of another
-        call, or a backend that cannot run.
+        call, an ``add_to`` that does not fit ``x`` or, where types are tracked, varies
+        along the axis, or a backend that cannot run.
 
     Example:
         >>> def layer(h, w_in, w_out, residual):  # inside shard_map over "tp"
         ...     h, residual = echo.echo_pvary(h, residual, "tp", config=config)
         ...     x = jax.nn.silu(h @ w_in) @ w_out
-        ...     y, residual = echo.echo_psum(x, residual, "tp", config=config)
-        ...     return h + y, residual
+        ...     return echo.echo_psum(x, residual, "tp", add_to=h, config=config)
 
     Source: "Echo: Error-Compensated 4-Bit Tensor-Parallel Communication for LLM
     Training and Inference", arXiv 2610.14277, 2026.
     """
     x = call.prepare("echo_psum", x, residual, axis_name, config)
     check_residual(residual, x.shape, axis_name, config)
-    x, residual = call.unify(x, residual, axis_name, invariant=False)
-    y, residual = _echo_psum(x, residual, axis_name, config)
+    if add_to is None:
+        x, residual = call.unify(x, residual, axis_name, invariant=False)
+        y, residual = _echo_psum(x, residual, axis_name, config)
+    else:
+        add_to = call.check_add_to(add_to, x, axis_name)
+        x, residual, add_to = call.unify_all(x, residual, add_to, axis_name)
+        y, residual = _echo_psum_onto(x, residual, add_to, axis_name, config)
     return call.name_outputs(y, residual, "echo_psum")
 
 
@@ -158,13 +170,14 @@ def flush(
     return echo_psum(x, residual, axis_name, config=paying)
 
 
-def _all_reduce(x, residual, axis_name, config: EchoConfig):
+def _all_reduce(x, residual, axis_name, config: EchoConfig, add_to=None):
     paying = call.feeds_back(residual, config)
     owed = residual if paying else None
     if traffic.takes_exact_path(x.shape, x.dtype, config):
         y, owed = exact.all_reduce(x, owed, axis_name, config.format)
+        y = y if add_to is None else add_to + y
     else:
-        y, owed = exchange.all_reduce(x, owed, axis_name, config)
+        y, owed = exchange.all_reduce(x, owed, axis_name, config, add_to=add_to)
     return y, owed if paying else residual
 
 
@@ -185,6 +198,23 @@ def _echo_psum_bwd(axis_name, config, _, cotangents):
 
 
 _echo_psum.defvjp(_echo_psum_fwd, _echo_psum_bwd)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _echo_psum_onto(x, residual, add_to, axis_name, config):
+    return _all_reduce(x, residual, axis_name, config, add_to)
+
+
+def _echo_psum_onto_fwd(x, residual, add_to, axis_name, config):
+    return _echo_psum_onto(x, residual, add_to, axis_name, config), None
+
+
+def _echo_psum_onto_bwd(axis_name, config, _, cotangents):
+    x_bar, residual_bar = _echo_psum_bwd(axis_name, config, None, cotangents)
+    return x_bar, residual_bar, cotangents[0]
+
+
+_echo_psum_onto.defvjp(_echo_psum_onto_fwd, _echo_psum_onto_bwd)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))

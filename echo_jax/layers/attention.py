@@ -74,10 +74,15 @@ class Attention(nnx.Module):
         self.rope_scaling = rope_scaling
 
     def __call__(
-        self, x: AnyFloat, residual: Residual | None, *, config: EchoConfig
+        self,
+        x: AnyFloat,
+        residual: Residual | None,
+        *,
+        config: EchoConfig,
+        add_to: AnyFloat | None = None,
     ) -> tuple[AnyFloat, Residual | None]:
-        """``(batch, length, width)`` to the same shape, summed over ranks."""
-        return self.out(self._mix(x), residual, config=config)
+        """``(batch, length, width)``, summed over ranks, and onto ``add_to``."""
+        return self.out(self._mix(x), residual, config=config, add_to=add_to)
 
     def partial(self, x: AnyFloat) -> AnyFloat:
         """What this rank adds to the sum of ``__call__``."""
@@ -91,6 +96,7 @@ class Attention(nnx.Module):
         layer: Int[Array, ""],
         *,
         config: EchoConfig,
+        add_to: AnyFloat | None = None,
     ) -> tuple[AnyFloat, Residual | None, KVCache]:
         """As ``__call__`` for the tokens that follow those in the cache.
 
@@ -100,6 +106,7 @@ class Attention(nnx.Module):
           cache: keys and values of the tokens before; its ``length`` stays.
           layer: which layer of the cache is this one's.
           config: of the output's sum.
+          add_to: the stream that the sum is added to, or None.
 
         Returns:
           ``(y, residual, cache)``, the cache with the new keys and values written.
@@ -110,7 +117,7 @@ class Attention(nnx.Module):
         mask = cache.mask(x.shape[1])[:, None]
         mixed = jax.nn.dot_product_attention(query, keys, values, mask=mask)
         mixed = mixed.reshape(*mixed.shape[:2], -1)
-        y, residual = self.out(mixed, residual, config=config)
+        y, residual = self.out(mixed, residual, config=config, add_to=add_to)
         return y, residual, cache
 
     def _mix(self, x: AnyFloat) -> AnyFloat:

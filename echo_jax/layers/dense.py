@@ -113,11 +113,20 @@ class RowParallelDense(nnx.Module):
         self.axis_name, self.dtype = axis_name, dtype
 
     def __call__(
-        self, x: AnyFloat, residual: Residual | None, *, config: EchoConfig
+        self,
+        x: AnyFloat,
+        residual: Residual | None,
+        *,
+        config: EchoConfig,
+        add_to: AnyFloat | None = None,
     ) -> tuple[AnyFloat, Residual | None]:
-        """This rank's ``(..., in_features / N)`` to ``(..., out_features)``, summed."""
-        partial = self.partial(x)
-        y, residual = echo_psum(partial, residual, self.axis_name, config=config)
+        """This rank's ``(..., in_features / N)`` to ``(..., out_features)``, summed.
+
+        With ``add_to``, the residual stream, the result is the stream after it.
+        """
+        y, residual = echo_psum(
+            self.partial(x), residual, self.axis_name, add_to=add_to, config=config
+        )
         if self.bias is not None:
             y = y + self.bias[...].astype(self.dtype)
         return y, residual

@@ -48,10 +48,15 @@ class SwiGLU(nnx.Module):
         self.down = RowParallelDense(hidden, width, kernel_init=out_init, **kinds)
 
     def __call__(
-        self, x: AnyFloat, residual: Residual | None, *, config: EchoConfig
+        self,
+        x: AnyFloat,
+        residual: Residual | None,
+        *,
+        config: EchoConfig,
+        add_to: AnyFloat | None = None,
     ) -> tuple[AnyFloat, Residual | None]:
-        """``(..., width)`` to the same shape, summed over ranks."""
-        return self.down(self._hidden(x), residual, config=config)
+        """``(..., width)`` to the same shape, summed over ranks, and onto ``add_to``."""
+        return self.down(self._hidden(x), residual, config=config, add_to=add_to)
 
     def partial(self, x: AnyFloat) -> AnyFloat:
         """What this rank adds to the sum of ``__call__``."""

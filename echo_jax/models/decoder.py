@@ -93,8 +93,7 @@ class DecoderLayer(nnx.Module):
             blocks, plan.forward, plan.backward, strict=True
         ):
             x, residual = echo_pvary(stream, residual, self.axis_name, config=backward)
-            y, residual = block(norm(x), residual, config=forward)
-            stream = stream + y
+            stream, residual = block(norm(x), residual, config=forward, add_to=stream)
         return stream, residual
 
     def extend(
@@ -108,13 +107,13 @@ class DecoderLayer(nnx.Module):
         """As ``__call__`` for the tokens behind those in the cache; no gradients."""
         attention, mlp = plan.forward
         x = exact.pvary(stream, self.axis_name)
-        y, residual, cache = self.attention.extend(
-            self.attention_norm(x), residual, cache, layer, config=attention
+        x = self.attention_norm(x)
+        stream, residual, cache = self.attention.extend(
+            x, residual, cache, layer, config=attention, add_to=stream
         )
-        stream = stream + y
-        x = exact.pvary(stream, self.axis_name)
-        y, residual = self.mlp(self.mlp_norm(x), residual, config=mlp)
-        return stream + y, residual, cache
+        x = self.mlp_norm(exact.pvary(stream, self.axis_name))
+        stream, residual = self.mlp(x, residual, config=mlp, add_to=stream)
+        return stream, residual, cache
 
 
 class Decoder(nnx.Module):

@@ -53,10 +53,10 @@ class _Recorder:
         self.layer = layer
         self.seen: Any = None
 
-    def __call__(self, x, residual, *, config: EchoConfig):
+    def __call__(self, x, residual, **options):
         kernel = self.layer.kernel[...].astype(self.layer.dtype)
         self.seen = x.astype(self.layer.dtype) @ kernel
-        return self.layer(x, residual, config=config)
+        return self.layer(x, residual, **options)
 
 
 def _record(
@@ -74,8 +74,8 @@ def _record(
             (module.attention_norm, module.attention),
             (module.mlp_norm, module.mlp),
         ):
-            y, _ = block(norm(exact.pvary(stream, axis)), None, config=config)
-            stream = stream + y
+            x = norm(exact.pvary(stream, axis))
+            stream, _ = block(x, None, config=config, add_to=stream)
         return stream, jnp.stack([attention.seen, mlp.seen])
 
     stream = exact.psum(decoder.embed(tokens), axis)

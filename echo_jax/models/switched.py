@@ -90,19 +90,19 @@ def run_by_choice(
     partial = decoder.embed(tokens)
     residual = init_residual(partial, axis, config=_owing(configs))
 
-    def choose(choice, partial, residual):
+    def choose(choice, partial, residual, stream=None):
         """``echo_psum`` by the chosen configuration."""
 
         def branch(config):
-            def run(partial, residual):
+            def run(partial, residual, stream):
                 own = residual if config.feedback else None
-                y, owed = echo_psum(partial, own, axis, config=config)
+                y, owed = echo_psum(partial, own, axis, add_to=stream, config=config)
                 return y, owed if config.feedback else residual
 
             return run
 
         branches = [branch(config) for config in configs]
-        return jax.lax.switch(choice, branches, partial, residual)
+        return jax.lax.switch(choice, branches, partial, residual, stream)
 
     def layer(carry, xs):
         (stream, residual), (params, chosen) = carry, xs
@@ -113,8 +113,7 @@ def run_by_choice(
         )
         for (norm, block), choice in zip(blocks, chosen, strict=True):
             partial = block.partial(norm(exact.pvary(stream, axis)))
-            y, residual = choose(choice, partial, residual)
-            stream = stream + y
+            stream, residual = choose(choice, partial, residual, stream)
         return (stream, residual), None
 
     carry = choose(chosen[0], partial, residual)
