@@ -76,8 +76,8 @@ def check_add_to(add_to: FloatLike, x: AnyFloat, axis_name: AxisName) -> AnyFloa
     if (add_to.shape, add_to.dtype) != (x.shape, x.dtype):
         raise ValueError(
             f"echo_psum: add_to must have x's shape and dtype, {x.dtype}"
-            f"{list(x.shape)}, got {add_to.dtype}{list(add_to.shape)}. Leave it out and "
-            "add the two afterwards to have them promoted or broadcast."
+            f"{list(x.shape)}, got {add_to.dtype}{list(add_to.shape)}. Leave it out "
+            "and add the two afterwards to have them promoted or broadcast."
         )
     varying = axes.varying_axes(add_to) & frozenset(axes.axis_names(axis_name))
     if varying:

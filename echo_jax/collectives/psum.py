@@ -32,16 +32,17 @@ def echo_psum(
     so that over any number of calls :math:`\sum y = \sum\sum_i x_i - \sum_i w_i - v`:
     only the newest error stands. This holds where the outputs are added up unchanged,
     as the residual stream of a pre-norm transformer does. With ``add_to`` the call
-    returns the stream after it, ``add_to + y``: the pass that decodes :math:`y` adds it,
-    in float32, and rounds once to x's dtype. In float32 that is bit for bit the sum
-    taken afterwards; in bfloat16 and float16 it is one rounding less.
+    returns the stream after it, ``add_to + y``: the pass that decodes :math:`y` adds
+    them, in float32, and rounds once to x's dtype. In float32 that is bit for bit the
+    sum taken afterwards; in bfloat16 and float16 it is one rounding less.
 
     Gradient: that of ``psum``, the identity, and so for ``add_to``; the residual's
-    cotangent passes through untouched, to be used by :func:`echo_pvary`. Under ``check_vma=False`` differentiate
-    inside the ``shard_map`` and use this pair or the exact pair of
-    :mod:`echo_jax.collectives.exact` for every collective: JAX scales the cotangents
-    of a ``grad`` taken outside by ``1/N``, before they can be seen here. Second
-    derivatives take the same rules; forward mode (``jax.jvp``) is refused by JAX.
+    cotangent passes through untouched, to be used by :func:`echo_pvary`. Under
+    ``check_vma=False`` differentiate inside the ``shard_map`` and use this pair or the
+    exact pair of :mod:`echo_jax.collectives.exact` for every collective: JAX scales the
+    cotangents of a ``grad`` taken outside by ``1/N``, before they can be seen here.
+    Second derivatives take the same rules; forward mode (``jax.jvp``) is refused by
+    JAX.
 
     An axis of one rank is rounded like any other, so that one device can show what
     many would do; ``config.exact()`` leaves it out.
@@ -64,8 +65,8 @@ def echo_psum(
       ``(y, residual)``: the sum in ``x``'s shape and dtype, and what is owed now. Bytes
       on the wire: :func:`echo_jax.wire_bytes`; worst error:
       :func:`echo_jax.error_bound`. A call smaller than ``config.min_bytes`` is exact
-      and pays the residual; the sum then arrives in x's dtype and is added there. A block with a NaN or an infinity becomes NaN on every
-      rank and owes nothing.
+      and pays the residual; the sum then arrives in x's dtype and is added there. A
+      block with a NaN or an infinity becomes NaN on every rank and owes nothing.
 
     Raises:
       ValueError: for an unbound axis, an unsupported dtype, a residual of another

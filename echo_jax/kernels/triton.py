@@ -1,7 +1,7 @@
 """The calling side of the Triton kernels, by jax-triton.
 
 Every array has a leading batch axis, see :mod:`echo_jax.kernels.dispatch`. The import
-fails where jax-triton or its CUDA plugin is missing;
+fails where jax-triton is missing, or CUDA's plugin, which version 0.3 asks for;
 :func:`echo_jax.kernels.api.get_codec` imports this module when it first needs it.
 """
 
@@ -28,24 +28,27 @@ class _Tuning:
     tile_values: int  # values of a tile; 16 or 32 a thread keep many programs resident
     num_warps: int  # of a program; few, so that its barriers wait for few
     stages: int = 1  # tiles that a program has in flight; 1: a program for each tile
+    resident: int = 0  # programs that stay on each multiprocessor, with more stages
 
 
 # Without rotation a kernel is loads, a little arithmetic and stores: small programs
 # and many of them hide the latency best. With it, the tensor cores and their barriers
-# come in between, and programs that stay and fetch ahead do.
+# come in between, and programs that stay and fetch ahead do: as many as the registers
+# have room for, or the rest would begin when the others are done. Of 64 threads those
+# are ten with up to 96 registers a thread. Sending blocks of 32 takes 128, by the count
+# of what is compiled, and has not been measured since.
 _SEND = _Tuning(tile_values=1024, num_warps=2)
 _SEND_NIBBLES = _Tuning(tile_values=2048, num_warps=2)  # 16 bytes of them a thread
 _REDUCE = _Tuning(tile_values=1024, num_warps=1)
 _RETURN = _Tuning(tile_values=1024, num_warps=1)
-_ROTATING = _Tuning(tile_values=2048, num_warps=2, stages=3)
+_ROTATING = _Tuning(tile_values=2048, num_warps=2, stages=3, resident=10)
+_SEND_ROTATING_32 = dataclasses.replace(_ROTATING, resident=8)
 _SMALLEST_DOT = 16  # rows that the tensor cores take at least
-# Programs that stay: the 10 that the registers of each of an H200's 132
-# multiprocessors have room for.
-_RESIDENT_PROGRAMS = 1320
 _PART_WIDTH = 32  # see triton_kernels
 _WIDEST_ACCESS = 16  # bytes or values beyond which alignment gains nothing
-# What is compiled for where no GPU is at hand; code for it runs on all later ones.
-_OLDEST_CAPABILITY = 80
+# Where no GPU is at hand: code for this capability runs on all later ones; and the
+# multiprocessors of an H200.
+_OLDEST_CAPABILITY, _MULTIPROCESSORS = 80, 132
 
 
 def send(x, residual, *, fmt: WireFormat, chunks: int, piece: Piece | None = None):
@@ -54,8 +57,7 @@ def send(x, residual, *, fmt: WireFormat, chunks: int, piece: Piece | None = Non
     chunk_blocks = blocking.blocks_per_chunk(tuple(shape), fmt.block_size, chunks)
     start, blocks = _run(piece, chunk_blocks)
     payload_bytes = blocks * fmt.block_bytes
-    tuning = _SEND_NIBBLES if _kind(residual) == "nibbles" else _SEND
-    tuning = _ROTATING if fmt.rotate else tuning
+    tuning = _send_tuning(fmt, residual)
     row_scalars, row_constants = _rows(shape, fmt)
     (payloads,), owed = _launch(
         triton_kernels.send_kernel,
@@ -161,7 +163,8 @@ def _launch(
         tile = max(tile, _SMALLEST_DOT)
     programs = -(-blocks // tile)
     if tuning.stages > 1:
-        programs = min(programs, max(1, _RESIDENT_PROGRAMS // chunks))
+        resident = tuning.resident * _multiprocessors()
+        programs = min(programs, max(1, resident // chunks))
     return triton_call.call(
         kernel,
         operands,
@@ -179,6 +182,12 @@ def _launch(
             **constants,
         },
     )
+
+
+def _send_tuning(fmt: WireFormat, residual) -> _Tuning:
+    if fmt.rotate:
+        return _SEND_ROTATING_32 if fmt.block_size == 32 else _ROTATING
+    return _SEND_NIBBLES if _kind(residual) == "nibbles" else _SEND
 
 
 def _run(piece: Piece | None, chunk_blocks: int) -> tuple[int, int]:
@@ -247,11 +256,20 @@ def _residual_result(residual, arrays):
     return arrays[0]
 
 
-@functools.cache
 def _compute_capability() -> int:
     """That of the local GPU, times ten."""
+    gpu = _local_gpu()
+    return int(float(gpu.compute_capability) * 10) if gpu else _OLDEST_CAPABILITY
+
+
+def _multiprocessors() -> int:
+    gpu = _local_gpu()
+    return gpu.core_count if gpu else _MULTIPROCESSORS
+
+
+@functools.cache
+def _local_gpu():
     try:
-        version = jax.local_devices(backend="cuda")[0].compute_capability
+        return jax.local_devices(backend="cuda")[0]
     except RuntimeError:
-        return _OLDEST_CAPABILITY
-    return int(float(version) * 10)
+        return None

@@ -1,28 +1,34 @@
 """Calls a Triton kernel by jax-triton, 0.3 or 0.4: all that differs between the two.
 
 A kernel's parameters are its operands, then its results, then ``new_...`` for each
-operand that it may write in place, then its constants. jax-triton 0.3 knows an array
-that is written in place as an operand and a result that share their memory: the kernel
-gets the address twice, the second time as ``new_...``. From 0.4 on it is a ``jax.Ref``,
-whose address comes once, and ``new_...`` is None.
+operand that it may write in place, then its constants. An array that is written in
+place is an operand and a result that share their memory. jax-triton 0.3 passes its
+address twice, the second time as ``new_...``; from 0.4 on it comes once, and
+``new_...`` is None.
+
+Version 0.4 would rather have a ``jax.Ref`` for such an array, and says so in a
+DeprecationWarning. But the value of a Ref comes out of its kernels without the axes it
+varies along, which ``jax.shard_map`` refuses where platforms are told apart.
 """
 
 import inspect
+import itertools
 from collections.abc import Sequence
 
 import jax
 import jax_triton
 
-_TAKES_REFS = "out_type" in inspect.signature(jax_triton.triton_call).parameters
-# They call JAX functions that 0.12 has changed; https://pypi.org has no later ones.
-_WITHOUT_JAX_0_12 = ((0, 4, 0), (0, 4, 1))
+# The two of version 0.4 so far rely on what JAX 0.12 has changed.
+_NOT_WITH_JAX_0_12 = ((0, 4, 0), (0, 4, 1))
+# Where version 0.4 differs, its arguments have other names.
+_PASSES_ONCE = "out_type" in inspect.signature(jax_triton.triton_call).parameters
 
 if jax.__version_info__ >= (0, 12) and (
-    jax_triton.__version_info__ in _WITHOUT_JAX_0_12
+    jax_triton.__version_info__ in _NOT_WITH_JAX_0_12
 ):
     raise ImportError(
         f"jax-triton {jax_triton.__version__} does not work with JAX "
-        f"{jax.__version__}: install jax-triton 0.3.1, or JAX 0.11."
+        f"{jax.__version__}: install jax-triton 0.3.1, or JAX 0.11"
     )
 
 
@@ -49,38 +55,41 @@ def call(
     Returns:
       The results, and the arrays of ``in_place`` as the kernel leaves them.
     """
+    options = _options_0_4 if _PASSES_ONCE else _options_0_3
+    shapes = [*results, *(jax.typeof(operands[index]) for index in in_place)]
     places = [name for name in kernel.arg_names if name.startswith("new_")]
-    absent = dict.fromkeys(places if _TAKES_REFS else places[len(in_place) :])
-    run = _call_with_refs if _TAKES_REFS else _call_with_aliases
-    options = {**launch, **constants, **absent, "kernel": kernel}
-    return run(list(operands), list(results), in_place, options)
-
-
-def _call_with_refs(operands, results, in_place, options):
-    """For jax-triton 0.4; multiply-adds are not contracted."""
-    for index in in_place:
-        operands[index] = jax.new_ref(operands[index])
-    fresh = jax_triton.triton_call(
-        *operands,
-        out_type=results,
-        backend_options={"enable_fp_fusion": False},
-        **options,
-    )
-    return fresh, [jax.freeze(operands[index]) for index in in_place]
-
-
-def _call_with_aliases(operands, results, in_place, options):
-    """For jax-triton 0.3, which counts operands by their arrays alone."""
-    arrays = [n for n, operand in enumerate(operands) if not isinstance(operand, int)]
-    aliases = {
-        arrays.index(index): len(results) + n for n, index in enumerate(in_place)
-    }
-    changed = [jax.typeof(operands[index]) for index in in_place]
     out = jax_triton.triton_call(
         *operands,
-        out_shape=[*results, *changed],
-        enable_fp_fusion=False,
-        input_output_aliases=aliases,
-        **options,
+        kernel=kernel,
+        **options(operands, shapes, in_place, places),
+        **launch,
+        **constants,
     )
     return out[: len(results)], out[len(results) :]
+
+
+def _options_0_3(operands, shapes, in_place, places) -> dict:
+    # Operands are counted by their arrays alone.
+    counts = itertools.accumulate((not isinstance(o, int) for o in operands), initial=0)
+    counts = list(counts)
+    return {
+        "out_shape": shapes,
+        "input_output_aliases": _aliases([counts[i] for i in in_place], shapes),
+        "enable_fp_fusion": False,
+        **dict.fromkeys(places[len(in_place) :]),
+    }
+
+
+def _options_0_4(operands, shapes, in_place, places) -> dict:
+    return {
+        "out_type": shapes,
+        "input_output_aliases": _aliases(in_place, shapes),
+        "backend_options": {"enable_fp_fusion": False},
+        **dict.fromkeys(places),
+    }
+
+
+def _aliases(positions: Sequence[int], shapes: Sequence) -> dict[int, int]:
+    """Operands to results; those in place are the last of these."""
+    first = len(shapes) - len(positions)
+    return {position: first + n for n, position in enumerate(positions)}

@@ -55,7 +55,7 @@ class SwiGLU(nnx.Module):
         config: EchoConfig,
         add_to: AnyFloat | None = None,
     ) -> tuple[AnyFloat, Residual | None]:
-        """``(..., width)`` to the same shape, summed over ranks, and onto ``add_to``."""
+        """``(..., width)``, summed over ranks, and onto ``add_to``."""
         return self.down(self._hidden(x), residual, config=config, add_to=add_to)
 
     def partial(self, x: AnyFloat) -> AnyFloat:

@@ -114,7 +114,10 @@ def test_a_network_has_the_same_gradients():
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (lambda h: h[:1], r"x's shape and dtype, float32\[5, 70\], got float32\[1, 70\]"),
+        (
+            lambda h: h[:1],
+            r"x's shape and dtype, float32\[5, 70\], got float32\[1, 70\]",
+        ),
         (lambda h: h.astype(jnp.bfloat16), "got bfloat16"),
         (lambda h: jax.lax.pcast(h, "tp", to="varying"), r"varies along \['tp'\]"),
     ],

@@ -1,7 +1,7 @@
 """Compiles one ``echo_psum`` for eight GPUs that are not here, and describes it.
 
-``python compile_ahead.py TARGET RESIDUAL_DTYPE ROTATE PIECES`` prints one JSON object.
-In a process of its own, because JAX reads the environment when it is imported.
+``python compile_ahead.py TARGET RESIDUAL_DTYPE ROTATE PIECES ONTO`` prints one JSON
+object. In a process of its own, because JAX reads the environment when it is imported.
 """
 
 import json
@@ -25,13 +25,17 @@ SHAPE = (2048, 4096)
 SPEC = PartitionSpec("tp")
 
 
-def describe(target: str, config: echo.EchoConfig) -> dict:
-    """Compiles the call, with the residual donated, and reads the result."""
+def describe(target: str, config: echo.EchoConfig, onto: bool) -> dict:
+    """Compiles the call, with the residual donated, and reads the result.
+
+    With ``onto``, the sum is added to a stream.
+    """
     mesh = _mesh(target)
 
-    def call(x, residual):
+    def call(x, residual, stream):
         residual = jax.tree.map(lambda leaf: leaf[0], residual)
-        y, residual = echo.echo_psum(x[0], residual, "tp", config=config)
+        add_to = stream if onto else None
+        y, residual = echo.echo_psum(x[0], residual, "tp", add_to=add_to, config=config)
         # First, or XLA gives the donated memory to the output.
         return jax.tree.map(lambda leaf: leaf[None], residual), y
 
@@ -42,10 +46,18 @@ def describe(target: str, config: echo.EchoConfig) -> dict:
     x = _on_mesh(mesh, jax.ShapeDtypeStruct((RANKS, *SHAPE), jnp.bfloat16))
     start = jax.shard_map(init, mesh=mesh, in_specs=SPEC, out_specs=SPEC)
     residual = _on_mesh(mesh, jax.eval_shape(start, x))
+    everywhere = PartitionSpec()
     mapped = jax.shard_map(
-        call, mesh=mesh, in_specs=(SPEC, SPEC), out_specs=(SPEC, PartitionSpec())
+        call,
+        mesh=mesh,
+        in_specs=(SPEC, SPEC, everywhere),
+        out_specs=(SPEC, everywhere),
     )
-    compiled = jax.jit(mapped, donate_argnums=1).lower(x, residual).compile()
+    stream = jax.ShapeDtypeStruct(
+        SHAPE, jnp.bfloat16, sharding=NamedSharding(mesh, everywhere)
+    )
+    jitted = jax.jit(mapped, donate_argnums=1)
+    compiled = jitted.lower(x, residual, stream).compile()
     residual_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in _leaves(residual))
     return {
         "operations": _operations(compiled.as_text()),
@@ -86,11 +98,11 @@ def _leaves(tree):
 
 
 if __name__ == "__main__":
-    target, residual_dtype, rotate, pieces = sys.argv[1:]
+    target, residual_dtype, rotate, pieces, onto = sys.argv[1:]
     config = echo.EchoConfig(
         format=echo.WireFormat(rotate=rotate == "rotated"),
         residual_dtype=residual_dtype,
         min_bytes=0,
         num_chunks=int(pieces),
     )
-    print(json.dumps(describe(target, config)))
+    print(json.dumps(describe(target, config, onto == "onto")))

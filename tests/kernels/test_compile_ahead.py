@@ -38,13 +38,23 @@ def describe(*arguments: str) -> dict:
 
 
 @needs_compiler
-@pytest.mark.parametrize("residual_dtype", ["int8", "int4", "bfloat16", "float32"])
+@pytest.mark.parametrize(
+    ("residual_dtype", "onto"),
+    [
+        ("int8", "nothing"),
+        ("int8", "onto"),
+        ("int4", "nothing"),
+        ("bfloat16", "nothing"),
+        ("float32", "nothing"),
+    ],
+)
 @pytest.mark.parametrize("rotation", ["rotated", "plain"])
 @pytest.mark.parametrize("target", ["a100", "h200"])
 def test_three_launches_and_two_exchanges_of_bytes_are_all(
-    target, rotation, residual_dtype
+    target, rotation, residual_dtype, onto
 ):
-    facts = describe(target, residual_dtype, rotation, "1")
+    """Also where the sum is added to a stream: no addition comes after them."""
+    facts = describe(target, residual_dtype, rotation, "1", onto)
     assert facts["codec"] == "triton on cuda, xla elsewhere"
     # Older versions of XLA split an exchange into its start and its end.
     names = [
@@ -79,7 +89,7 @@ def test_three_launches_and_two_exchanges_of_bytes_are_all(
 @pytest.mark.parametrize("target", ["a100", "h200"])
 def test_pieces_work_in_place_and_travel_while_others_are_made(target, residual_dtype):
     pieces = 4
-    facts = describe(target, residual_dtype, "rotated", str(pieces))
+    facts = describe(target, residual_dtype, "rotated", str(pieces), "onto")
     names = [name for name, _ in facts["operations"]]
     assert names.count("custom-call") == 3 * pieces
     others = {name for name in names if not re.match("all-(to-all|gather)", name)}

@@ -49,7 +49,10 @@ def triton_failures(request) -> dict:
     pytest.importorskip("triton", reason="Triton is not installed")
     chosen = request.config.getoption("-m") or ""
     everything = "long" in chosen or request.config.getoption("--long")
-    paths = [str(HERE.parent.parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    paths = [
+        str(HERE.parent.parent),
+        *os.environ.get("PYTHONPATH", "").split(os.pathsep),
+    ]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     script, step = HERE / "triton_interpreter.py", "1" if everything else str(STEP)
     command = [sys.executable, "-W", "ignore", str(script), "0", step]

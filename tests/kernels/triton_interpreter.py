@@ -69,44 +69,43 @@ class HostTensor:
         return self.array.shape
 
 
-def triton_call(*args, kernel, grid, out_shape=None, out_type=None, **options):
+def triton_call(
+    *args,
+    kernel,
+    grid,
+    out_shape=None,
+    out_type=None,
+    input_output_aliases=(),
+    **options,
+):
     """``jax_triton.triton_call`` on the interpreter, with its calling conventions.
 
     With ``out_shape`` that of version 0.3, with ``out_type`` that of version 0.4.
     """
-    aliases = options.pop("input_output_aliases", {})
     for option in ("name", "num_warps", "compute_capability"):
         options.pop(option)
-    if out_shape is None:
-        assert options.pop("backend_options") == {"enable_fp_fusion": False}
-    else:
+    places = [place for place, arg in enumerate(args) if isinstance(arg, jax.Array)]
+    aliases = dict(input_output_aliases)
+    if out_type is None:
         assert options.pop("enable_fp_fusion") is False
-    results = out_type if out_shape is None else out_shape
-    places = [place for place, arg in enumerate(args) if not isinstance(arg, int)]
-    refs = {
-        index: args[place]
-        for index, place in enumerate(places)
-        if isinstance(args[place], jax.Ref)
-    }
+        aliases = {places[index]: target for index, target in aliases.items()}
+    else:
+        assert options.pop("backend_options") == {"enable_fp_fusion": False}
+    results = out_shape if out_type is None else out_type
 
     def run(*arrays):
-        tensors = [HostTensor(np.array(array)) for array in arrays]
+        operands = list(args)
+        for place, array in zip(places, arrays, strict=True):
+            operands[place] = HostTensor(np.array(array))
         outputs = [HostTensor(_poison(result)) for result in results]
-        for source, target in aliases.items():
-            outputs[target] = tensors[source]
-        operands = dict(zip(places, tensors, strict=True))
-        operands = [operands.get(place, arg) for place, arg in enumerate(args)]
-        kernel[grid](*operands, *outputs, **options)
-        written = [*outputs, *(tensors[index] for index in refs)]
-        return [tensor.array for tensor in written]
+        for place, target in aliases.items():
+            outputs[target] = operands[place]
+        once = out_type is not None
+        passed = [out for out in outputs if not (once and out in operands)]
+        kernel[grid](*operands, *passed, **options)
+        return [output.array for output in outputs]
 
-    changed = [jax.ShapeDtypeStruct(ref.shape, ref.dtype) for ref in refs.values()]
-    arrays = [args[place] for place in places]
-    arrays = [arg[...] if isinstance(arg, jax.Ref) else arg for arg in arrays]
-    out = jax.pure_callback(run, [*results, *changed], *arrays)
-    for ref, value in zip(refs.values(), out[len(results) :], strict=True):
-        ref[...] = value
-    return out[: len(results)]
+    return jax.pure_callback(run, results, *(args[place] for place in places))
 
 
 def _loop_over_tensors():
@@ -151,7 +150,7 @@ def main(first: int, step: int) -> None:
 
     failures = {}
     for number, case in enumerate(kernel_contract.CASES[first::step]):
-        caller._TAKES_REFS = number % 2 == 1  # each convention every other time
+        caller._PASSES_ONCE = number % 2 == 1  # each convention every other time
         try:
             kernel_contract.check(triton, case)
         except Exception:
