@@ -168,7 +168,7 @@ def _launch(
     return triton_call.call(
         kernel,
         operands,
-        results,
+        results=results,
         in_place=in_place,
         name=f"echo_{kernel.fn.__name__}",
         grid=(programs, chunks),

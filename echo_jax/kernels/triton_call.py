@@ -12,8 +12,7 @@ varies along, which ``jax.shard_map`` refuses where platforms are told apart.
 """
 
 import inspect
-import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import jax
 import jax_triton
@@ -35,8 +34,8 @@ if jax.__version_info__ >= (0, 12) and (
 def call(
     kernel,
     operands: Sequence,
-    results: Sequence[jax.ShapeDtypeStruct],
     *,
+    results: Sequence[jax.ShapeDtypeStruct],
     in_place: Sequence[int] = (),
     constants: dict,
     **launch,
@@ -70,11 +69,10 @@ def call(
 
 def _options_0_3(operands, shapes, in_place, places) -> dict:
     # Operands are counted by their arrays alone.
-    counts = itertools.accumulate((not isinstance(o, int) for o in operands), initial=0)
-    counts = list(counts)
+    arrays = [n for n, operand in enumerate(operands) if not isinstance(operand, int)]
     return {
         "out_shape": shapes,
-        "input_output_aliases": _aliases([counts[i] for i in in_place], shapes),
+        "input_output_aliases": _aliases(map(arrays.index, in_place), shapes),
         "enable_fp_fusion": False,
         **dict.fromkeys(places[len(in_place) :]),
     }
@@ -89,7 +87,8 @@ def _options_0_4(operands, shapes, in_place, places) -> dict:
     }
 
 
-def _aliases(positions: Sequence[int], shapes: Sequence) -> dict[int, int]:
+def _aliases(positions: Iterable[int], shapes: Sequence) -> dict[int, int]:
     """Operands to results; those in place are the last of these."""
+    positions = list(positions)
     first = len(shapes) - len(positions)
     return {position: first + n for n, position in enumerate(positions)}

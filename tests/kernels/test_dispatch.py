@@ -1,10 +1,13 @@
 """Who runs the codec, and how it batches; on a CPU, where the definition runs."""
 
+import contextlib
 import dataclasses
 import functools
+import importlib
 import importlib.util
 import subprocess
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -118,6 +121,35 @@ def test_an_explicit_choice_never_falls_back(backend):
         get_codec(backend, FMT)
     with pytest.raises(ValueError, match=r"no kernels for 3 bits.*\(2, 4, 8\)"):
         get_codec(backend, echo.WireFormat(bits=3))
+
+
+@pytest.mark.parametrize(
+    ("jax_version", "version", "works"),
+    [
+        ((0, 12, 0), (0, 4, 1), False),
+        ((0, 12, 0), (0, 3, 1), True),
+        ((0, 11, 2), (0, 4, 1), True),
+    ],
+)
+def test_versions_that_do_not_work_together_are_named(
+    jax_version, version, works, monkeypatch
+):
+    """As an ImportError, for which "auto" takes Pallas, and "triton" gives the text."""
+    written = ".".join(map(str, version))
+    there = types.SimpleNamespace(
+        triton_call=lambda *args, out_type=None: None,
+        __version__=written,
+        __version_info__=version,
+    )
+    monkeypatch.setitem(sys.modules, "jax_triton", there)
+    monkeypatch.delitem(sys.modules, "echo_jax.kernels.triton_call", raising=False)
+    monkeypatch.setattr(jax, "__version_info__", jax_version)
+    expected = contextlib.nullcontext()
+    if not works:
+        expected = pytest.raises(ImportError, match=rf"jax-triton {written}.*JAX 0.11")
+    with expected:
+        importlib.import_module("echo_jax.kernels.triton_call")
+    sys.modules.pop("echo_jax.kernels.triton_call", None)
 
 
 def test_importing_the_package_imports_no_kernel_language():
