@@ -4,12 +4,14 @@ import dataclasses
 import datetime
 import functools
 import importlib.metadata
+import io
 import json
 import math
 import pathlib
 import platform
 import subprocess
-from typing import Any
+import warnings
+from typing import Any, BinaryIO
 
 import jax
 
@@ -22,16 +24,21 @@ class Record:
 
     experiment: str  # what was run
     metric: str  # what was measured
-    value: float  # the figure, a median where there are several; null if not finite
+    # The figure; the median where there are several. null in the file if not finite.
+    value: float
     unit: str  # of the value
     config: dict[str, Any]  # everything that was chosen
     seed: int | None = None  # of the run
-    spread: float | None = None  # how far repetitions lie apart, in the same unit
+    # How far repetitions lie apart, in the same unit; null if not finite.
+    spread: float | None = None
     baseline: str | None = None  # what the figure is compared with
 
 
 class RecordWriter:
-    """Appends records to a file, each on disk before the call returns.
+    """Appends records to a file, which is closed again after each of them.
+
+    A record is therefore with the operating system when :meth:`write` returns, and
+    survives a process that is killed.
 
     Args:
       path: the JSON-lines file; its folder is made when the first record comes.
@@ -42,19 +49,52 @@ class RecordWriter:
         self.path = path
 
     def write(self, record: Record) -> None:
-        """Appends one record with its provenance."""
+        """Appends one record with its provenance.
+
+        Raises:
+          OSError: if the file cannot be written.
+        """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         entries = {**dataclasses.asdict(record), **provenance()}
-        if not math.isfinite(record.value):
-            entries["value"] = None  # JSON has no NaN
-        line = json.dumps(entries, default=str, allow_nan=False)
-        with self.path.open("a") as file:
-            file.write(line + "\n")
+        for name in ("value", "spread"):
+            if entries[name] is not None and not math.isfinite(entries[name]):
+                entries[name] = None  # JSON has neither NaN nor infinity
+        line = json.dumps(entries, default=str, allow_nan=False) + "\n"
+        with self.path.open("ab+") as file:
+            if _ends_in_a_cut_line(file):
+                line = "\n" + line
+            file.write(line.encode())
 
 
 def read_records(path: pathlib.Path) -> list[dict[str, Any]]:
-    """The records of a file, in order."""
-    return [json.loads(line) for line in path.read_text().splitlines() if line]
+    """The records of a file, in order.
+
+    A line that is not JSON is left out with a warning: a full disk or a killed process
+    cuts a line in the middle, and must not cost the others.
+
+    Raises:
+      OSError: if the file cannot be read.
+    """
+    records = []
+    for number, line in enumerate(path.read_text().splitlines(), start=1):
+        if not line:
+            continue
+        try:
+            records.append(json.loads(line))
+        except ValueError:
+            warnings.warn(
+                f"{path}, line {number} is not a whole record and was left out.",
+                stacklevel=2,
+            )
+    return records
+
+
+def _ends_in_a_cut_line(file: BinaryIO) -> bool:
+    """Whether the last line of an open file lacks its end."""
+    if not file.seek(0, io.SEEK_END):
+        return False
+    file.seek(-1, io.SEEK_END)
+    return file.read(1) != b"\n"
 
 
 def provenance() -> dict[str, Any]:

@@ -1,0 +1,37 @@
+"""Records survive what runs do to their files: numbers that are none, killed writers."""
+
+import json
+import math
+
+import pytest
+
+from echo_jax.records import Record, RecordWriter, read_records
+
+
+def record(**changes) -> Record:
+    fields = {"experiment": "train", "metric": "loss", "value": 1.0, "unit": "nats"}
+    return Record(**{**fields, "config": {"step": 1}, **changes})
+
+
+@pytest.mark.parametrize("field", ["value", "spread"])
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+def test_what_is_not_finite_is_written_as_null(tmp_path, field, number):
+    path = tmp_path / "a.jsonl"
+    RecordWriter(path).write(record(**{field: number}))
+    (found,) = read_records(path)
+    assert found[field] is None
+    assert "NaN" not in path.read_text()
+
+
+def test_a_line_that_was_cut_costs_itself_alone(tmp_path):
+    """A process is killed, or the disk is full, in the middle of a line."""
+    path = tmp_path / "a.jsonl"
+    writer = RecordWriter(path)
+    writer.write(record(value=1.0))
+    writer.write(record(value=2.0))
+    path.write_bytes(path.read_bytes()[:-20])
+    writer.write(record(value=3.0))
+    with pytest.warns(UserWarning, match=r"a\.jsonl, line 2"):
+        values = [found["value"] for found in read_records(path)]
+    assert values == [1.0, 3.0]
+    assert json.loads(path.read_text().splitlines()[-1])["value"] == 3.0
