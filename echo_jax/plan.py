@@ -304,13 +304,21 @@ class DepthPlan:
 
     @property
     def backward(self) -> "DepthPlan":
-        """The plan of the mirror calls: entry ``i`` is for the mirror of call ``i``.
+        """The plan of the backward sums: entry ``i`` is for the mirror of call ``i``.
 
-        Going backward the last call is that of layer 0, so the ends change places.
+        The backward pass starts at the last layer and ends at layer 0. What the forward
+        plan says of its first calls therefore holds for the mirrors of the last ones,
+        and the other way round. Take it of a plan that is bound (:meth:`bind`): only
+        then is it known whether the ends overlap.
         """
         plan = self if self.mirror is None else self.mirror
+        head = plan.head
+        if plan.num_calls is not None:
+            # Where the ends of a shallow model overlap, the tail takes precedence. It
+            # would not, once the two have changed places.
+            head = head[: max(0, plan.num_calls - len(plan.tail))]
         return dataclasses.replace(
-            plan, head=plan.tail[::-1], tail=plan.head[::-1], mirror=None
+            plan, head=plan.tail[::-1], tail=head[::-1], mirror=None
         )
 
     @property

@@ -47,6 +47,13 @@ def test_backward_is_indexed_by_the_call_it_mirrors():
     assert _bits(plan.backward.backward) == _bits(plan)
 
 
+@pytest.mark.parametrize("num_calls", [1, 2, 4, 6])
+def test_backward_is_the_plan_in_reverse_where_the_ends_overlap(num_calls):
+    plan = DepthPlan.edges(CONFIG, exact_final=True).bind(num_calls)
+    assert _bits(plan.backward) == _bits(plan)[::-1]
+    assert plan.backward[0].is_exact
+
+
 def test_a_backward_plan_of_its_own():
     forward = DepthPlan.edges(CONFIG)
     plan = forward.with_backward(DepthPlan.uniform(CONFIG, exact_final=True)).bind(8)
