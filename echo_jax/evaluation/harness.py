@@ -129,11 +129,12 @@ class EchoLM(TemplateLM):
     ) -> list[str]:
         """Greedy or drawn continuations, cut before the first stop text."""
         texts = []
-        for done, request in enumerate(requests, start=1):
+        for number, request in enumerate(requests):
             context, options = request.args
-            texts.append(self._generate(context, dict(options)))
+            # Tasks that repeat a request want samples that differ.
+            texts.append(self._generate(context, dict(options), seed=number))
             if self._progress is not None:
-                self._progress(done, len(requests))
+                self._progress(number + 1, len(requests))
         return texts
 
     def _loglikelihood_tokens(
@@ -145,7 +146,7 @@ class EchoLM(TemplateLM):
         scores = self._scorer.score(requests, self.plan, progress=self._progress)
         return list(zip(*(values.tolist() for values in scores), strict=True))
 
-    def _generate(self, context: str, options: dict[str, Any]) -> str:
+    def _generate(self, context: str, options: dict[str, Any], *, seed: int) -> str:
         until = options.get("until") or []
         until = [until] if isinstance(until, str) else until
         new = int(options.get("max_gen_toks") or options.get("max_new_tokens") or 256)
@@ -154,6 +155,7 @@ class EchoLM(TemplateLM):
             max_new_tokens=new,
             temperature=float(options.get("temperature", 1.0)) if drawn else 0.0,
             top_p=float(options.get("top_p", 1.0)),
+            seed=seed,
         )
         # The end of a context that is too long, as for scores.
         kept = self.model.checkpoint.max_length - new

