@@ -318,7 +318,9 @@ def _read_params(
     def place(key_path, shape, spec):
         layout = layouts[tuple(key.key for key in key_path)]
 
-        @functools.lru_cache(maxsize=1)  # replicas ask for the same piece in turn
+        # Replicas share a piece, whatever their order in the mesh. All pieces of this
+        # process are held until they are on their devices anyway.
+        @functools.cache
         def piece(*bounds):
             index = tuple(slice(*pair) for pair in bounds)
             return layout.read(source, shape.shape, index, advance).astype(shape.dtype)

@@ -97,6 +97,24 @@ def test_each_rank_is_handed_its_part_and_each_byte_is_read_once(monkeypatch):
     assert max(pieces) == rows * 64 * 4
 
 
+def test_replicas_share_what_is_read(monkeypatch):
+    """A mesh with data ranks outside reads no byte twice."""
+    read = []
+    whole = SafetensorsFolder.read
+
+    def counting(self, name, index):
+        piece = whole(self, name, index)
+        read.append(piece.nbytes)
+        return piece
+
+    monkeypatch.setattr(SafetensorsFolder, "read", counting)
+    models.load(FIXTURES / "llama", mesh(data=1, tensor=2))
+    once = sum(read)
+    read.clear()
+    models.load(FIXTURES / "llama", mesh(data=4, tensor=2))
+    assert sum(read) == once
+
+
 def test_progress_grows_to_the_end():
     seen = []
     models.load(
