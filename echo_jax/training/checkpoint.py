@@ -113,22 +113,23 @@ class Checkpoints:
         Raises:
           ValueError: if the run was another one, or no checkpoint can be read.
         """
-        steps = self.steps()
+        steps, failure = self.steps(), None
         for step in reversed(steps):
             try:
                 meta = self._read_meta(step)
                 self._check_identity(meta)
                 return self._snapshot(step, meta, shapes, shardings)
-            except _AnotherRun as error:
-                raise ValueError(str(error)) from None
+            except _AnotherRun:
+                raise
             except Exception as error:
                 # What a damaged file raises depends on where it is damaged.
                 self._set_aside(step, error)
-        if steps:
+                failure = error
+        if failure is not None:
             raise ValueError(
                 f"No checkpoint in {self.folder} can be read; they were set aside. "
                 "Start the run again without --resume, in another folder."
-            )
+            ) from failure
         return None
 
     def close(self) -> None:
@@ -153,17 +154,23 @@ class Checkpoints:
             write()
         except (OSError, ValueError, RuntimeError) as error:
             self._release()
-            left = self.steps()
-            newest = (
-                f"the newest is that of step {left[-1]}" if left else "there is none"
-            )
             warnings.warn(
                 f"The checkpoint {which} in {self.folder}, or the one before it, could "
-                f"not be written: {_first_line(error)}. Training goes on; of the "
-                f"complete checkpoints {newest}.",
+                f"not be written: {_first_line(error)}. Training goes on; "
+                f"{self._what_is_left()}.",
                 CheckpointWarning,
                 stacklevel=4,
             )
+
+    def _what_is_left(self) -> str:
+        """The newest complete checkpoint, in words."""
+        try:
+            steps = self.steps()
+        except (OSError, ValueError, RuntimeError):
+            steps = []  # not even the folder could be made
+        if not steps:
+            return "there is no complete checkpoint yet"
+        return f"the newest complete checkpoint is that of step {steps[-1]}"
 
     def _release(self) -> None:
         """Lets a manager go that has failed or is done; the next call makes another."""
@@ -249,7 +256,7 @@ class Checkpoints:
         )
 
 
-class _AnotherRun(Exception):
+class _AnotherRun(ValueError):
     """The checkpoint is fine, and not of this run."""
 
 
@@ -277,7 +284,9 @@ def _fingerprint_of(array: jax.Array) -> jax.Array:
 
 def _numbers(fingerprints: tuple[Any, Any]) -> list[list[int]]:
     """As JSON holds it: for the state, then for what is owed."""
-    return [[int(leaf) for leaf in jax.tree.leaves(part)] for part in fingerprints]
+    # All of them in one transfer: each would wait for the device by itself.
+    parts = jax.device_get([jax.tree.leaves(part) for part in fingerprints])
+    return [[int(number) for number in part] for part in parts]
 
 
 def _parts(state: TrainState) -> tuple[dict[str, Any], Any]:

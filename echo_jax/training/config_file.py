@@ -82,11 +82,15 @@ def from_dict(kind: type[Config], entries: Any, where: str = "") -> Config:
 def changed_fields(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """The fields that a run cannot be continued with, each with both values.
 
+    A field that only one of the two knows has its default in the other: a run goes on
+    where an older version of this package, which had no such field, stopped.
+
     Args:
       saved: from :func:`to_dict`, of the run as it was.
       now: of the run as it is asked for.
     """
-    before, after = dict(_flat(saved)), dict(_flat(now))
+    default = dict(_flat(to_dict(TrainConfig())))
+    before, after = default | dict(_flat(saved)), default | dict(_flat(now))
     return [
         f"{name} was {before.get(name)!r}, is {after.get(name)!r}"
         for name in sorted({*before, *after})

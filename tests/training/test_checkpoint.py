@@ -253,9 +253,10 @@ def test_nothing_readable_is_an_error_and_no_new_start(saved):
             path.write_bytes(b"")
     with (
         pytest.warns(CheckpointWarning),
-        pytest.raises(ValueError, match=r"No checkpoint in .* can be read"),
+        pytest.raises(ValueError, match=r"No checkpoint in .* can be read") as error,
     ):
         restore()
+    assert error.value.__cause__ is not None  # what was wrong with the oldest
 
 
 def save(checkpoints, step):
@@ -281,7 +282,7 @@ def test_a_full_disk_costs_no_older_checkpoint(saved):
     for step in (6, 8, 10, 12):
         with (
             full_disk(1 << 10),
-            pytest.warns(CheckpointWarning, match=r"not be written.*of step 4"),
+            pytest.warns(CheckpointWarning, match=r"not be written.*step 4"),
         ):
             save(checkpoints, step)
     assert checkpoints.steps() == [2, 4]
@@ -305,12 +306,33 @@ def test_a_full_disk_does_not_stop_the_training(tmp_path, whole):
     assert (tmp_path / "checkpoints" / "echo" / "6").is_dir()
 
 
+def test_a_folder_that_cannot_be_made_does_not_stop_the_training(tmp_path):
+    (tmp_path / "taken").write_text("a file")
+    checkpoints = Checkpoints(tmp_path / "taken" / "run", keep=1, identity=IDENTITY)
+    with pytest.warns(
+        CheckpointWarning, match=r"could not be written.*there is no complete"
+    ):
+        save(checkpoints, 2)
+
+
+def test_a_field_that_a_checkpoint_does_not_know_had_its_default(saved):
+    """As for the config.json of a run that an older version of the package started."""
+    checkpoints, _ = saved
+    now = IDENTITY._replace(config={**IDENTITY.config, "steps_per_call": 1})
+    later = Checkpoints(checkpoints.folder, keep=3, identity=now)
+    state = small_state(0)
+    place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    places = jax.tree.map(lambda _: place, state)
+    snapshot = later.restore(jax.eval_shape(lambda: state), places)
+    assert same_bits(snapshot.state, small_state(4))
+
+
 def test_another_configuration_or_text_is_refused_by_name(saved):
     checkpoints, _ = saved
     other = IDENTITY._replace(config={"steps": 7, "seed": 1}, data="xyz")
     changed = Checkpoints(checkpoints.folder, keep=3, identity=other)
     state = small_state(0)
-    with pytest.raises(ValueError, match="seed was None, is 1") as error:
+    with pytest.raises(ValueError, match="seed was 0, is 1") as error:
         changed.restore(state, state)
     assert "steps was 6, is 7" in str(error.value)
     assert "the text is another one" in str(error.value)
