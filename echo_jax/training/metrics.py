@@ -64,16 +64,25 @@ def signal_to_quantization_db(
     both parts of the residual, :math:`N` the ranks, whose errors are taken to be
     independent, and :math:`g` what block coordinates scale by.
 
+    Args:
+      metrics: of one step, each a scalar.
+      fmt: the format of the sums.
+      ranks: size of the tensor axis.
+
     Returns:
-      None where nothing is owed: an exact run, or one without feedback.
+      None where the ratio is no positive number: nothing is owed (an exact run, or one
+      without feedback), or the run has diverged.
     """
     owed = ranks * float(metrics.residual_send) ** 2
     owed += float(metrics.residual_reduce) ** 2
     if not owed > 0:
         return None
+    ratio = float(metrics.stream) ** 2 / owed
+    if not ratio > 0:
+        return None
     # The rotation is scaled by a power of two, not always by sqrt(B).
     gain = fmt.block_size / 4.0**fmt.forward_exponent if fmt.rotate else 1.0
-    return 10.0 * math.log10(float(metrics.stream) ** 2 * gain / owed)
+    return 10.0 * math.log10(ratio * gain)
 
 
 def bytes_per_token(config: TrainConfig, variant: Variant) -> dict[str, float]:

@@ -3,6 +3,8 @@
 import dataclasses
 import statistics
 
+import numpy as np
+
 from echo_jax.training.config import Variant
 
 # The final training loss is the mean over this share of the steps, the last ones.
@@ -31,8 +33,13 @@ class RunResult:
 
     @property
     def heldout_loss(self) -> float | None:
-        """Mean held-out loss; None if the run was stopped before."""
+        """Mean held-out loss, nats; None if the run was stopped before."""
         return statistics.fmean(self.heldout) if self.heldout else None
+
+    @property
+    def heldout_spread(self) -> float | None:
+        """Standard deviation over the held-out batches, nats; None without any."""
+        return float(np.std(self.heldout)) if self.heldout else None
 
 
 def gap_percent(result: RunResult, exact: RunResult | None) -> float | None:
@@ -53,5 +60,6 @@ def gap_spread_percent(result: RunResult, exact: RunResult | None) -> float | No
     differences = [ours - theirs for ours, theirs in pairs]
     if len(differences) < 2 or exact.heldout_loss is None:
         return None
-    error = statistics.stdev(differences) / len(differences) ** 0.5
+    # NumPy's, since that of the standard library fails where a loss is NaN.
+    error = float(np.std(differences, ddof=1)) / len(differences) ** 0.5
     return 100.0 * error / exact.heldout_loss

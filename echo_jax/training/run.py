@@ -86,6 +86,7 @@ class TrainingRun:
         sent = bytes_per_token(self.config, variant)
         self.result = RunResult(variant=variant, bytes_per_token=sent)
         self.notes: tuple[str, ...] = ()  # what resuming changed, in words
+        self._skipped = 0  # steps since the last record whose gradient was not finite
         self._plan = self.config.plan(variant)
         self._next: tuple[np.ndarray, dict[str, Any]] | None = None  # read ahead
         sizes = self.config.data
@@ -129,6 +130,7 @@ class TrainingRun:
             metrics = jax.tree.map(np.atleast_1d, jax.device_get(metrics))
             clock.stop(metrics.loss.size)
             self.result.losses += [float(loss) for loss in metrics.loss]
+            self._skipped += int(metrics.skipped.sum())
             self._after_call(jax.tree.map(lambda m: m[-1], metrics), position, clock)
             progress(self.result.variant, self.steps_done, self.result.losses[-1])
         self._save(force=True)
@@ -138,9 +140,10 @@ class TrainingRun:
         """Measures the held-out loss and writes what the run comes to."""
         result = self.result
         result.heldout = self.heldout_losses()
-        spread = statistics.pstdev(result.heldout)
         self._write("final_train_loss", result.final_loss, "nats")
-        self._write("heldout_loss", result.heldout_loss, "nats", spread=spread)
+        self._write(
+            "heldout_loss", result.heldout_loss, "nats", spread=result.heldout_spread
+        )
         self._write("residual_rms", result.residual_rms, "1")
         self._write("signal_to_quantization_db", result.signal_db, "dB")
         for collective, sent in result.bytes_per_token.items():
@@ -229,8 +232,10 @@ class TrainingRun:
     def _on_this_mesh(self, snapshot: Snapshot) -> tuple[TrainState, tuple[str, ...]]:
         """The state, with what data ranks owe fitted to those that are here."""
         state, notes = snapshot.state, snapshot.notes
+        if not notes:  # the same mesh: no residual is made only to be dropped
+            return state, notes
         fresh = fresh_residual(state.params, self._parts, self.runs.mesh)
-        if fresh is None or not notes:
+        if fresh is None:
             return state, notes
         if state.gradient_residual is None:
             return state._replace(gradient_residual=fresh), (*notes, _RESET)
@@ -270,8 +275,9 @@ class TrainingRun:
             "gradient_norm": (float(metrics.grad_norm), "1"),
             "residual_send_rms": (float(metrics.residual_send), "1"),
             "residual_reduce_rms": (float(metrics.residual_reduce), "1"),
-            "skipped": (float(metrics.skipped), "1"),
+            "skipped": (float(self._skipped), "1"),
         }
+        self._skipped = 0
         if self.state.gradient_residual is not None:
             owed = float(self._owed_rms(self.state.gradient_residual))
             figures["gradient_residual_rms"] = (owed, "1")

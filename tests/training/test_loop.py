@@ -13,13 +13,17 @@ from echo_jax.models import Decoder, DecoderConfig
 from echo_jax.records import RecordWriter, read_records
 from echo_jax.training import (
     DataConfig,
+    StepMetrics,
     TrainConfig,
+    TrainingRun,
     compare,
     flops_per_token,
     prepare,
+    signal_to_quantization_db,
 )
 from echo_jax.training.report import plot_curves, read_curves, summary_table
 from echo_jax.training.result import RunResult, gap_percent, gap_spread_percent
+from echo_jax.wire import WireFormat
 
 TINY = TrainConfig(
     model=DecoderConfig(
@@ -125,6 +129,39 @@ def test_held_out_losses_on_the_way_and_tensorboard(tmp_path):
     (events,) = (tmp_path / "tensorboard" / "exact").iterdir()
     assert b"heldout_loss" in events.read_bytes()
     plot_curves(path, tmp_path / "curves.png")
+
+
+def test_figures_of_a_run_that_diverged():
+    """They are not finite, or missing; none of them ends the run."""
+    exact = RunResult(variant="exact", heldout=[1.0, 3.0])
+    lost = RunResult(variant="echo", heldout=[math.nan, 3.0])
+    assert math.isnan(gap_percent(lost, exact))
+    assert math.isnan(gap_spread_percent(lost, exact))
+    assert math.isnan(lost.heldout_spread)
+    assert RunResult(variant="echo").heldout_spread is None
+    metrics = StepMetrics(0.0, 0.0, 1.0, 1.0, 0.0, 1)
+    for stream, owed in ((0.0, 1.0), (1.0, math.inf), (math.nan, 1.0)):
+        found = metrics._replace(stream=stream, residual_send=owed)
+        decibels = signal_to_quantization_db(found, WireFormat(), 4)
+        assert decibels is None or not math.isfinite(decibels)
+
+
+def test_every_skipped_step_is_counted(tmp_path):
+    """Between two records too: a loss may be finite where a gradient is not."""
+    config = dataclasses.replace(TINY, variants=("exact",))
+    path = tmp_path / "metrics.jsonl"
+    run = TrainingRun(prepare(config), "exact", RecordWriter(path))
+    step, seen = run.step, []
+
+    def skipping(state, tokens):
+        state, metrics = step(state, tokens)
+        seen.append(1)
+        return state, metrics._replace(skipped=jnp.int32(len(seen) in (1, 2, 3)))
+
+    run.step = skipping
+    run.train(lambda *_: None, lambda: False)
+    run.close()
+    assert read_curves(path, "skipped")["exact"] == {2: 2.0, 4: 1.0}
 
 
 def test_the_spread_of_a_gap_is_of_pairs():
