@@ -1,29 +1,21 @@
 """The ``echo-jax`` command."""
 
-import contextlib
 import dataclasses
 import functools
-import pathlib
 import sys
 import time
 from collections.abc import Callable
 from typing import Annotated, Literal
 
 import tyro
-from rich import progress
 from rich.console import Console
 
 from echo_jax.cli_advise import Advise, prepare_advice
 from echo_jax.cli_bench import Bench, bench
-from echo_jax.cli_evaluate import Evaluate, PlanName, chosen_plan, prepare_evaluation
+from echo_jax.cli_evaluate import Evaluate, prepare_evaluation
+from echo_jax.cli_model import ModelOptions, PlanOptions
 from echo_jax.collectives import explain
 from echo_jax.config import EchoConfig
-from echo_jax.devices import (
-    Device,
-    tensor_mesh,
-    use_compilation_cache,
-)
-from echo_jax.devices import use_cpu_devices as use_cpu_devices
 from echo_jax.models.generation import (
     GenerationConfig,
     bucket,
@@ -31,7 +23,7 @@ from echo_jax.models.generation import (
     check_prompts,
     generate,
 )
-from echo_jax.models.loading import LoadedModel, load
+from echo_jax.models.loading import LoadedModel
 from echo_jax.models.tokenizer import TextStream, TextTokenizer, load_tokenizer
 from echo_jax.plan import DepthPlan
 from echo_jax.training.command import (
@@ -62,18 +54,7 @@ class Generate:
 
     prompts: tyro.conf.Positional[tuple[str, ...]]
     """Texts to continue. One is shown as it grows, several when they are done."""
-    model: pathlib.Path
-    """Folder with config.json and safetensors, or a GGUF file."""
-    tensor_ranks: int | None = None
-    """Ranks that split every layer; default all devices, or 1 with --device cpu."""
-    device: Device = "default"
-    """cpu simulates as many devices as there are ranks; default takes JAX's own."""
-    dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Of parameters and computation; default the checkpoint's."""
-    plan: PlanName = "edges"
-    """Which all-reduces travel in few bits: all but the ends, all, none."""
-    plan_file: pathlib.Path | None = None
-    """Plan as DepthPlan.save writes it, instead."""
+    checkpoint: tyro.conf.OmitArgPrefixes[ModelOptions]
     max_new_tokens: int = 64
     """Tokens that are added to each prompt at most."""
     temperature: float = 0.0
@@ -82,9 +63,7 @@ class Generate:
     """Draw from the likeliest tokens that together have this probability."""
     seed: int = 0
     """Of the draws."""
-    compilation_cache: pathlib.Path | None = None
-    """Folder that keeps compiled programs, so that the next run starts at once."""
-    config: tyro.conf.OmitArgPrefixes[EchoConfig] = EchoConfig()
+    sums: tyro.conf.OmitArgPrefixes[PlanOptions] = PlanOptions()
 
 
 Command = Train | PrepareText | Generate | Evaluate | Bench | Advise | Explain
@@ -127,9 +106,9 @@ def _run(arguments: list[str] | None) -> int:
         elif isinstance(command, Generate):
             finish = _prepare_generation(command)
         elif isinstance(command, Evaluate):
-            finish = prepare_evaluation(command, _loading_bar)
+            finish = prepare_evaluation(command)
         elif isinstance(command, Bench):
-            finish = bench(command, _loading_bar)
+            finish = bench(command)
         elif isinstance(command, PrepareText):
             finish = prepare_text(command)
         elif isinstance(command, Advise):
@@ -164,20 +143,11 @@ def _prepare_generation(command: Generate) -> Callable[[], int]:
         top_p=command.top_p,
         seed=command.seed,
     )
-    tokenizer = load_tokenizer(command.model)
-    mesh = tensor_mesh(command.tensor_ranks, command.device)
-    if command.compilation_cache is not None:
-        use_compilation_cache(command.compilation_cache)
-    plan = chosen_plan(
-        command.config,
-        name=command.plan,
-        file=command.plan_file,
-        model=command.model,
-        ranks=mesh.shape["tensor"],
-    )
-    console = Console(stderr=True)
-    with _loading_bar(console) as advance:
-        model = load(command.model, mesh, dtype=command.dtype, progress=advance)
+    checkpoint = command.checkpoint
+    tokenizer = load_tokenizer(checkpoint.model)
+    mesh = checkpoint.make_mesh()
+    plan = command.sums.choose(checkpoint.model, mesh.shape["tensor"])
+    model = checkpoint.load(mesh)
     prompts = [tokenizer.encode(prompt) for prompt in command.prompts]
     prompts = check_prompts(model, prompts, config)
     return functools.partial(
@@ -227,20 +197,6 @@ def _stream(model, tokenizer, prompt: str, ids, config, plan) -> list[list[int]]
     texts = generate(model, ids, config=config, plan=plan, on_tokens=show)
     print(stream.rest(), flush=True)
     return texts
-
-
-@contextlib.contextmanager
-def _loading_bar(console: Console):
-    """A bar over the bytes of a checkpoint; yields what ``load`` tells them to."""
-    columns = (
-        progress.TextColumn("{task.description}"),
-        progress.BarColumn(),
-        progress.DownloadColumn(),
-        progress.TimeRemainingColumn(),
-    )
-    with progress.Progress(*columns, console=console) as bar:
-        task = bar.add_task("loading")
-        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 if __name__ == "__main__":

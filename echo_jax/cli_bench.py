@@ -13,10 +13,11 @@ from rich.table import Table
 
 from echo_jax import benchmark
 from echo_jax.benchmark import Case
+from echo_jax.cli_model import ModelOptions
 from echo_jax.config import EchoConfig
 from echo_jax.devices import Cluster, Device, tensor_mesh
 from echo_jax.models.generation import bucket, bytes_per_token
-from echo_jax.models.loading import LoadedModel, load
+from echo_jax.models.loading import LoadedModel
 from echo_jax.models.timing import Times, time_to_first_token
 from echo_jax.plan import DepthPlan
 from echo_jax.records import Record, RecordWriter
@@ -29,14 +30,7 @@ class BenchFirstToken:
     Compilation is left out.
     """
 
-    model: pathlib.Path
-    """Folder with config.json and safetensors, or a GGUF file."""
-    tensor_ranks: int | None = None
-    """Ranks that split every layer; default all devices, or 1 with --device cpu."""
-    device: Device = "default"
-    """cpu simulates as many devices as there are ranks; default takes JAX's own."""
-    dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Of parameters and computation; default the checkpoint's."""
+    checkpoint: tyro.conf.OmitArgPrefixes[ModelOptions]
     length: int = 512
     """Tokens of a prompt."""
     batch: int = 1
@@ -98,20 +92,20 @@ class Bench:
     ]
 
 
-def bench(command: Bench, loading_bar: Callable) -> Callable[[], int]:
-    """Does what a wrong argument can stop; what is returned does the rest."""
+def bench(command: Bench) -> Callable[[], int]:
+    """Does what a wrong argument can stop; what is returned does the rest.
+
+    Raises:
+      ValueError: saying what is wrong.
+    """
     if isinstance(command.what, BenchAllReduce):
         return _bench_all_reduce(command.what)
-    return _bench_first_token(command.what, loading_bar)
+    return _bench_first_token(command.what)
 
 
-def _bench_first_token(
-    command: BenchFirstToken, loading_bar: Callable
-) -> Callable[[], int]:
+def _bench_first_token(command: BenchFirstToken) -> Callable[[], int]:
     """Loads and measures, which can refuse a prompt; what is returned prints."""
-    mesh = tensor_mesh(command.tensor_ranks, command.device)
-    with loading_bar(Console(stderr=True)) as advance:
-        model = load(command.model, mesh, dtype=command.dtype, progress=advance)
+    model = command.checkpoint.load(command.checkpoint.make_mesh())
     plans = {
         "exact": DepthPlan.uniform(command.config.exact()),
         "echo, 8 bits at the ends": DepthPlan.edges(command.config),
@@ -155,7 +149,7 @@ def _first_token_record(
     config = {
         "plan": plan,
         "ranks": model.ranks,
-        "model": command.model.name,
+        "model": command.checkpoint.model.name,
         "dtype": model.config.dtype,
         "length": command.length,
         "batch": command.batch,

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import tyro
 
 import echo_jax as echo
-from echo_jax.cli import use_cpu_devices
+from echo_jax.devices import use_cpu_devices
 from echo_jax.kernels import get_codec
 from echo_jax.records import Record, RecordWriter
 from echo_jax.wire import compact

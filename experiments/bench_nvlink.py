@@ -25,7 +25,7 @@ import echo_jax as echo
 from echo_jax import benchmark
 from echo_jax.benchmark import Case
 from echo_jax.benchmark_model import random_model
-from echo_jax.cli import use_cpu_devices
+from echo_jax.devices import use_cpu_devices
 from echo_jax.models import DecoderConfig
 from echo_jax.models.timing import Times
 from echo_jax.records import Record, RecordWriter

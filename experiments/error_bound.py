@@ -32,8 +32,8 @@ import numpy as np
 import tyro
 
 import echo_jax as echo
-from echo_jax.cli import use_cpu_devices
 from echo_jax.config import ResidualDtype
+from echo_jax.devices import use_cpu_devices
 from echo_jax.models import load, load_tokenizer
 from echo_jax.models.partial_sums import partial_sums
 from echo_jax.records import Record, RecordWriter

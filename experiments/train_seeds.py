@@ -15,7 +15,7 @@ import sys
 
 import tyro
 
-from echo_jax.cli import use_cpu_devices
+from echo_jax.devices import use_cpu_devices
 from echo_jax.records import Record, RecordWriter, read_records
 from echo_jax.training import DataConfig, TrainConfig, compare, prepare
 from echo_jax.training.loop import gap_percent

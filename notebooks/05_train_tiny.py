@@ -24,7 +24,7 @@ import tempfile
 import matplotlib.pyplot as plt
 import numpy as np
 
-from echo_jax.cli import use_cpu_devices
+from echo_jax.devices import use_cpu_devices
 
 use_cpu_devices(4)  # before any computation; leave out on GPUs
 

@@ -27,6 +27,7 @@ ORDER = (
     "benchmark_model",
     "cost_model",
     "cli_advise",
+    "cli_model",
     "cli_bench",
     "cli_evaluate",
     "cli",

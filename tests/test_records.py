@@ -1,4 +1,4 @@
-"""Records survive what runs do to their files: numbers that are none, killed writers."""
+"""Records survive what happens to their files: NaN, a full disk, a killed writer."""
 
 import json
 import math
