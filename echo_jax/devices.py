@@ -24,11 +24,12 @@ class Cluster:
     """
 
     coordinator: str | None = None
-    """HOST:PORT that the first process listens on; auto asks SLURM or Open MPI."""
+    """HOST:PORT on which the first process listens; auto lets JAX ask SLURM, Open MPI
+    or Kubernetes. Default: this process is alone."""
     processes: int | None = None
-    """How many there are."""
+    """Number of processes, with --coordinator HOST:PORT."""
     process: int | None = None
-    """Which one this is, from 0."""
+    """Index of this process, from 0; with --coordinator HOST:PORT."""
 
     def __post_init__(self):
         processes, process = self.processes, self.process
@@ -45,22 +46,26 @@ class Cluster:
             )
 
     def join(self) -> None:
-        """Waits for the other processes; nothing if this one is alone.
+        """Waits for the other processes; returns at once if this one is alone.
 
-        When one dies, the others end with an error within a minute.
+        When one of them dies, the others end with an error within a minute.
+
+        Raises:
+          ValueError: if they did not come together, with JAX's reason.
         """
         if self.coordinator is None:
             return
-        options = {
-            "heartbeat_timeout_seconds": _HEARTBEAT_SECONDS,
-            "shutdown_timeout_seconds": _HEARTBEAT_SECONDS,
-        }
-        if self.coordinator == "auto":
-            jax.distributed.initialize(**options)
-            return
-        jax.distributed.initialize(
-            self.coordinator, self.processes, self.process, **options
-        )
+        where = (self.coordinator, self.processes, self.process)
+        try:
+            jax.distributed.initialize(
+                *(() if self.coordinator == "auto" else where),
+                heartbeat_timeout_seconds=_HEARTBEAT_SECONDS,
+                shutdown_timeout_seconds=_HEARTBEAT_SECONDS,
+            )
+        except (RuntimeError, ValueError) as error:
+            raise ValueError(
+                f"the processes of this run did not come together: {error}"
+            ) from error
 
 
 def tensor_mesh(

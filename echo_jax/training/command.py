@@ -162,12 +162,7 @@ def _set_up_devices(command: Train) -> None:
         return
     if command.device == "cpu":
         jax.config.update("jax_platforms", "cpu")  # one device in each process
-    try:
-        cluster.join()
-    except (RuntimeError, ValueError) as error:
-        raise ValueError(
-            f"the processes of this run did not come together: {error}"
-        ) from error
+    cluster.join()
     found = jax.device_count()
     if size != found:
         raise ValueError(
