@@ -1,11 +1,9 @@
-"""Checkpoints straight onto a tensor-parallel mesh, and back into a folder."""
+"""Checkpoints straight onto a tensor-parallel mesh."""
 
 import dataclasses
 import functools
-import json
 import os
 import pathlib
-import shutil
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,23 +21,17 @@ from echo_jax.layers.partitioning import (
     simulate_ranks,
     split_module,
 )
-from echo_jax.models.checkpoint import Checkpoint, config_dict, read_config
+from echo_jax.models.checkpoint import Checkpoint, read_config
 from echo_jax.models.config import DecoderConfig
 from echo_jax.models.copies import CopiedHeadsDecoder
 from echo_jax.models.decoder import Decoder
 from echo_jax.models.gguf import GgufFile
-from echo_jax.models.layout import Path, param_layouts, tensor_shapes
+from echo_jax.models.layout import param_layouts, tensor_shapes
 from echo_jax.models.placement import Placement, fit_to_ranks
-from echo_jax.models.sources import INDEX, SINGLE, SafetensorsFolder, Source, dtype_of
+from echo_jax.models.sources import SafetensorsFolder, Source, dtype_of
 from echo_jax.plan import DepthPlan
 
 Progress = Callable[[int, int], None]  # bytes read, bytes in all
-_KEPT_FILES = (
-    "generation_config.json",
-    "special_tokens_map.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -191,40 +183,6 @@ def read_checkpoint(path: str | os.PathLike) -> Checkpoint:
     return _open(pathlib.Path(path))[1]
 
 
-def save(
-    path: str | os.PathLike, model: LoadedModel, *, max_shard_bytes: int = 5 << 30
-) -> None:
-    """Writes a folder that transformers and :func:`load` read back, value for value.
-
-    Padding is left out. The tokenizer's files are copied where the model's own folder
-    has them. One shard at a time is held in memory.
-
-    Args:
-      path: a folder, made if need be; one that holds a model already is refused.
-      model: from :func:`load`.
-      max_shard_bytes: largest file, unless one tensor is larger.
-
-    Raises:
-      ValueError: if the folder holds a model, or another process holds a part of the
-        parameters.
-    """
-    folder = pathlib.Path(path)
-    if (folder / "config.json").exists():
-        raise ValueError(f"{folder} holds a model already: choose another folder.")
-    if not all(leaf.is_fully_addressable for leaf in jax.tree.leaves(model.params)):
-        raise ValueError(
-            "save needs every part of the parameters in this process; load the model "
-            "on a mesh of one process to convert it."
-        )
-    folder.mkdir(parents=True, exist_ok=True)
-    _write_shards(folder, _tensors(model), max_shard_bytes)
-    text = json.dumps(config_dict(model.checkpoint), indent=2)
-    (folder / "config.json").write_text(text + "\n", encoding="utf-8")
-    for name in _KEPT_FILES:
-        if model.path is not None and (model.path / name).exists():
-            shutil.copyfile(model.path / name, folder / name)
-
-
 def find_gguf(path: pathlib.Path) -> pathlib.Path | None:
     """The GGUF file that a path means, if it means one.
 
@@ -344,59 +302,3 @@ def _stored_bytes(source: Source, config: DecoderConfig) -> Iterator[int]:
     """Bytes of each tensor as it is read."""
     for name, shape in tensor_shapes(config).items():
         yield int(np.prod(shape)) * dtype_of(source, name).itemsize
-
-
-def _tensors(model: LoadedModel) -> Iterator[tuple[str, np.ndarray]]:
-    """Every tensor of a checkpoint, without padding."""
-    layouts = param_layouts(model.placement)
-    for path, layout in layouts.items():
-        param = _leaf(model.params, path)
-        if not layout.is_stacked:
-            yield layout.name, layout.write(np.asarray(param))
-            continue
-        for layer in range(param.shape[0]):
-            yield layout.tensor(layer), layout.write(np.asarray(param[layer]))
-
-
-def _leaf(params: Params, path: Path) -> jax.Array:
-    node: Any = params
-    for key in path:
-        node = node[key]
-    return node
-
-
-def _write_shards(
-    folder: pathlib.Path, tensors: Iterator[tuple[str, np.ndarray]], limit: int
-) -> None:
-    """Files of at most ``limit`` bytes; an index if there is more than one."""
-    from safetensors.numpy import save_file
-
-    shards: list[list[str]] = []
-    sizes = 0
-    pending: dict[str, np.ndarray] = {}
-
-    def flush() -> None:
-        nonlocal pending
-        if pending:
-            shards.append(list(pending))
-            part = folder / f"part-{len(shards)}.safetensors"
-            save_file(pending, part, metadata={"format": "pt"})
-            pending = {}
-
-    for name, tensor in tensors:
-        held = sum(array.nbytes for array in pending.values())
-        if held + tensor.nbytes > limit:
-            flush()
-        pending[name] = tensor
-        sizes += tensor.nbytes
-    flush()
-    count = len(shards)
-    weight_map = {}
-    for number, names in enumerate(shards, start=1):
-        final = f"model-{number:05}-of-{count:05}.safetensors" if count > 1 else SINGLE
-        (folder / f"part-{number}.safetensors").rename(folder / final)
-        weight_map |= dict.fromkeys(names, final)
-    if count > 1:
-        index = {"metadata": {"total_size": sizes}, "weight_map": weight_map}
-        text = json.dumps(index, indent=2, sort_keys=True)
-        (folder / INDEX).write_text(text + "\n", encoding="utf-8")
