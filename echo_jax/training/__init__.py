@@ -36,4 +36,3 @@ from echo_jax.training.state import create_state as create_state
 from echo_jax.training.step import StepMetrics as StepMetrics
 from echo_jax.training.step import make_eval_step as make_eval_step
 from echo_jax.training.step import make_train_step as make_train_step
-from echo_jax.training.step import make_train_steps as make_train_steps

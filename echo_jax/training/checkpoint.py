@@ -9,12 +9,11 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
-from jax import lax
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
 from echo_jax.training.config_file import changed_fields
+from echo_jax.training.fingerprint import fingerprint
 from echo_jax.training.state import TrainState
 
 _KEPT_FOR_ANY_MESH = ("step", "params", "opt_state", "key")
@@ -258,28 +257,6 @@ class Checkpoints:
 
 class _AnotherRun(ValueError):
     """The checkpoint is fine, and not of this run."""
-
-
-def fingerprint(tree: Any) -> Any:
-    """A number for each array that depends on every bit and its place.
-
-    The same on every mesh: sums of integers do not depend on their order.
-    """
-    return jax.tree.map(_fingerprint_of, tree)
-
-
-def _fingerprint_of(array: jax.Array) -> jax.Array:
-    width = array.dtype.itemsize
-    unsigned = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[width]
-    bits = lax.bitcast_convert_type(array, unsigned).astype(jnp.uint32)
-    place = jnp.zeros(array.shape, jnp.uint32)
-    for axis, length in enumerate(array.shape):
-        index = lax.broadcasted_iota(jnp.uint32, array.shape, axis)
-        place = place * jnp.uint32(length) + index
-    # Odd weights: no change of a single value is lost. The multiplication spreads
-    # neighbouring places over all 32 bits.
-    weight = place * jnp.uint32(2654435761) * jnp.uint32(2) + jnp.uint32(1)
-    return jnp.sum(bits * weight, dtype=jnp.uint32)
 
 
 def _numbers(fingerprints: tuple[Any, Any]) -> list[list[int]]:

@@ -9,10 +9,10 @@ from jax.experimental import multihost_utils
 from echo_jax.records import RecordWriter
 from echo_jax.training.config import TrainConfig
 from echo_jax.training.interrupt import Interrupt
-from echo_jax.training.metrics import check_tensorboard
 from echo_jax.training.ranks import make_mesh
 from echo_jax.training.result import RunResult, gap_percent, gap_spread_percent
 from echo_jax.training.run import Comparison, Progress, TrainingRun
+from echo_jax.training.run_log import check_tensorboard
 from echo_jax.training.source import open_source
 
 
@@ -73,7 +73,7 @@ def _compare_with(run: TrainingRun, exact: RunResult) -> None:
     if run.result is exact or exact.variant != "exact":
         return
     gap, spread = (f(run.result, exact) for f in (gap_percent, gap_spread_percent))
-    run.write("heldout_gap_percent", gap, "%", spread=spread, baseline="exact")
+    run.log.write("heldout_gap_percent", gap, "%", spread=spread, baseline="exact")
 
 
 def _agreed(requested: Callable[[], bool]) -> Callable[[], bool]:

@@ -1,9 +1,6 @@
-"""What a run measures besides its loss, and where the figures go."""
+"""What a run measures besides its loss: arithmetic, bytes, quantization error."""
 
-import importlib.util
 import math
-import pathlib
-from typing import Any
 
 import jax
 
@@ -16,8 +13,6 @@ from echo_jax.training.gradient_plan import GradientSyncConfig
 from echo_jax.training.gradient_sync import GradientSync
 from echo_jax.training.step import StepMetrics
 from echo_jax.wire import WireFormat
-
-Figures = dict[str, tuple[float, str]]  # name: value and unit
 
 
 def matrix_parameters(config: DecoderConfig) -> int:
@@ -126,43 +121,3 @@ def gradient_bytes(config: TrainConfig, params: Params, specs: Specs) -> dict[st
     sync = GradientSync(config=chosen, specs=specs)
     parts = jax.tree.map(local, params, specs)
     return sync.wire_bytes(parts, config.mesh.data_ranks)
-
-
-class TensorBoard:
-    """Writes scalars for TensorBoard.
-
-    Args:
-      folder: a folder of its own for each run.
-
-    Raises:
-      ValueError: if tensorboardX is not installed.
-    """
-
-    def __init__(self, folder: pathlib.Path):
-        """See the class."""
-        check_tensorboard()
-        import tensorboardX
-
-        self._writer = tensorboardX.SummaryWriter(str(folder))
-
-    def write(self, figures: dict[str, Any], step: int) -> None:
-        """Writes the figures of one step."""
-        for name, value in figures.items():
-            self._writer.add_scalar(name, value, step)
-
-    def close(self) -> None:
-        """Writes what is left."""
-        self._writer.close()
-
-
-def check_tensorboard() -> None:
-    """Refuses to start without what TensorBoard's files are written with.
-
-    Raises:
-      ValueError: if tensorboardX is not installed.
-    """
-    if importlib.util.find_spec("tensorboardX") is None:
-        raise ValueError(
-            "--tensorboard needs tensorboardX, which is not installed: "
-            "pip install 'echo_jax[train]', or leave the option out."
-        )

@@ -2,7 +2,6 @@
 
 import dataclasses
 import statistics
-import time
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -10,19 +9,17 @@ from typing import Any
 import jax
 import numpy as np
 
-from echo_jax.records import Record, RecordWriter
+from echo_jax.records import RecordWriter
 from echo_jax.training.checkpoint import (
     Checkpoints,
-    CheckpointWarning,
     Identity,
     Snapshot,
 )
+from echo_jax.training.clock import StepClock
 from echo_jax.training.config import TrainConfig, Variant
 from echo_jax.training.config_file import to_dict
 from echo_jax.training.gradient_state import fit_state, residual_rms
 from echo_jax.training.metrics import (
-    Figures,
-    TensorBoard,
     bytes_per_token,
     flops_per_token,
     gradient_bytes,
@@ -31,6 +28,7 @@ from echo_jax.training.metrics import (
 from echo_jax.training.optimizer import make_optimizer
 from echo_jax.training.ranks import AnyMesh
 from echo_jax.training.result import RunResult
+from echo_jax.training.run_log import Figures, RunLog
 from echo_jax.training.source import Feeder, Source
 from echo_jax.training.state import (
     TrainState,
@@ -42,7 +40,6 @@ from echo_jax.training.step import (
     StepMetrics,
     make_eval_step,
     make_train_step,
-    make_train_steps,
 )
 
 Progress = Callable[[Variant, int, float], None]  # variant, steps done, loss
@@ -96,9 +93,7 @@ class TrainingRun:
         self._checkpoints = self._open_checkpoints()
         self._make_steps()
         self._start(resume)
-        self._board = None
-        if self.config.tensorboard and jax.process_index() == 0:
-            self._board = TensorBoard(writer.path.parent / "tensorboard" / variant)
+        self.log = RunLog(self.config, variant, writer)
 
     @property
     def steps_done(self) -> int:
@@ -117,7 +112,7 @@ class TrainingRun:
           progress: called after each call of the device, and where a run goes on.
           stop: asked between calls; on several processes all must hear the same.
         """
-        clock, config = _Clock(), self.config
+        clock, config = StepClock(), self.config
         if self.steps_done:
             progress(self.result.variant, self.steps_done, self.result.losses[-1])
         while not self.is_complete and not stop():
@@ -140,35 +135,23 @@ class TrainingRun:
         """Measures the held-out loss and writes what the run comes to."""
         result = self.result
         result.heldout = self.heldout_losses()
-        self._write("final_train_loss", result.final_loss, "nats")
-        self._write(
+        self.log.write("final_train_loss", result.final_loss, "nats")
+        self.log.write(
             "heldout_loss", result.heldout_loss, "nats", spread=result.heldout_spread
         )
-        self._write("residual_rms", result.residual_rms, "1")
-        self._write("signal_to_quantization_db", result.signal_db, "dB")
+        self.log.write("residual_rms", result.residual_rms, "1")
+        self.log.write("signal_to_quantization_db", result.signal_db, "dB")
         for collective, sent in result.bytes_per_token.items():
-            self._write("bytes_per_token", sent, "B", collective=collective)
+            self.log.write("bytes_per_token", sent, "B", collective=collective)
         sent = gradient_bytes(self.config, self._shapes.params, self._parts.specs)
         for collective, count in sent.items():
-            self._write("gradient_bytes_per_step", count, "B", collective=collective)
-
-    def write(self, metric: str, value: float | None, unit: str, **kinds) -> None:
-        """Writes a figure of this run; None is not written.
-
-        Args:
-          metric: its name.
-          value: the figure.
-          unit: of the figure.
-          **kinds: ``spread``, ``baseline``, or what goes into the record's ``config``.
-        """
-        self._write(metric, value, unit, **kinds)
+            self.log.write("gradient_bytes_per_step", count, "B", collective=collective)
 
     def close(self) -> None:
         """Waits until checkpoints and figures are on disk."""
         if self._checkpoints is not None:
             self._checkpoints.close()
-        if self._board is not None:
-            self._board.close()
+        self.log.close()
 
     def _make_steps(self) -> None:
         config, mesh = self.config, self.runs.mesh
@@ -180,13 +163,13 @@ class TrainingRun:
             config.seed,
             gradients=config.gradient_sync(),
         )
-        make = make_train_step if config.steps_per_call == 1 else make_train_steps
-        self.step = make(
+        self.step = make_train_step(
             self._parts,
             mesh,
             self._optimizer,
             self._plan,
             accumulate=config.optimizer.accumulate,
+            steps_per_call=config.steps_per_call,
         )
         self._loss = make_eval_step(self._parts, mesh, self._plan)
         self._owed_rms = jax.jit(residual_rms)
@@ -252,20 +235,20 @@ class TrainingRun:
         whole = tokens[0] if count == 1 else np.stack(tokens)
         return whole, self._batches.get_state()
 
-    def _after_call(self, metrics: StepMetrics, position, clock: "_Clock") -> None:
+    def _after_call(self, metrics: StepMetrics, position, clock: StepClock) -> None:
         self._position = position
         result, config, done = self.result, self.config, self.steps_done
         ranks = config.mesh.tensor_ranks
         result.residual_rms = float(metrics.residual_send)
         result.signal_db = signal_to_quantization_db(metrics, config.format, ranks)
         if done % config.log_every == 0 or self.is_complete:
-            self._log(self._figures(metrics, clock))
+            self.log.write_step(self._figures(metrics, clock), done)
         if config.evaluate_every and done % config.evaluate_every == 0:
             loss = statistics.fmean(self.heldout_losses())
-            self._log({"heldout_loss": (loss, "nats")})
+            self.log.write_step({"heldout_loss": (loss, "nats")}, done)
         self._save()
 
-    def _figures(self, metrics: StepMetrics, clock: "_Clock") -> Figures:
+    def _figures(self, metrics: StepMetrics, clock: StepClock) -> Figures:
         """What a line of the log says."""
         result, every = self.result, self.config.log_every
         since = (self.steps_done - 1) % every + 1  # steps since the last line
@@ -290,13 +273,6 @@ class TrainingRun:
             figures["flops_per_second"] = (tokens * self._flops_a_token, "1/s")
         return figures
 
-    def _log(self, figures: Figures) -> None:
-        for name, (value, unit) in figures.items():
-            self._write(name, value, unit, step=self.steps_done)
-        if self._board is not None:
-            values = {name: value for name, (value, _) in figures.items()}
-            self._board.write(values, self.steps_done)
-
     def _save(self, *, force: bool = False) -> None:
         done, every = self.steps_done, self.config.checkpoint.every
         due = force or self.is_complete or (every and done % every == 0)
@@ -316,16 +292,16 @@ class TrainingRun:
             losses.append(float(self._loss(self.state.params, placed)))
         return losses
 
-    def _measure_speed(self, clock: "_Clock") -> None:
+    def _measure_speed(self, clock: StepClock) -> None:
         result, seconds = self.result, clock.median()
         if seconds is None:
             return
         result.step_seconds = seconds
         result.tokens_per_second = self._tokens_a_step / seconds
         result.flops_per_second = result.tokens_per_second * self._flops_a_token
-        self._write("step_seconds", seconds, "s")
-        self._write("tokens_per_second", result.tokens_per_second, "1/s")
-        self._write("flops_per_second", result.flops_per_second, "1/s")
+        self.log.write("step_seconds", seconds, "s")
+        self.log.write("tokens_per_second", result.tokens_per_second, "1/s")
+        self.log.write("flops_per_second", result.flops_per_second, "1/s")
 
     @property
     def _tokens_a_step(self) -> int:
@@ -334,53 +310,3 @@ class TrainingRun:
     @property
     def _flops_a_token(self) -> float:
         return flops_per_token(self.config.model, self.config.data.length)
-
-    def _write(
-        self, metric: str, value, unit: str, *, spread=None, baseline=None, **extra
-    ) -> None:
-        if value is None or jax.process_index():
-            return
-        chosen = dataclasses.asdict(self.config)
-        del chosen["seed"], chosen["variants"]
-        record = Record(
-            experiment="train",
-            metric=metric,
-            value=float(value),
-            unit=unit,
-            spread=spread,
-            baseline=baseline,
-            seed=self.config.seed,
-            config={"variant": self.result.variant, **chosen, **extra},
-        )
-        try:
-            self.writer.write(record)
-        except OSError as error:  # a full disk must not end the training
-            warnings.warn(
-                f"{self.writer.path}: figures could not be written ({error.strerror}).",
-                CheckpointWarning,
-                stacklevel=2,
-            )
-
-
-class _Clock:
-    """Seconds a step, without the first call, which compiles."""
-
-    def __init__(self):
-        self._calls: list[float] = []
-        self._since_lap = 0
-        self._started = 0.0
-
-    def start(self) -> None:
-        self._started = time.perf_counter()
-
-    def stop(self, steps: int) -> None:
-        self._calls.append((time.perf_counter() - self._started) / steps)
-
-    def lap(self) -> float | None:
-        """The mean since the lap before; None without a call to go by."""
-        calls = self._calls[max(1, self._since_lap) :]
-        self._since_lap = len(self._calls)
-        return statistics.fmean(calls) if calls else None
-
-    def median(self) -> float | None:
-        return statistics.median(self._calls[1:]) if len(self._calls) > 1 else None

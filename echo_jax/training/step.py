@@ -48,13 +48,19 @@ def make_train_step(
     *,
     accumulate: int = 1,
     sync: SyncFunction | None = None,
+    steps_per_call: int = 1,
 ) -> Callable[[TrainState, jax.Array], tuple[TrainState, StepMetrics]]:
-    """A jitted ``(state, tokens (batch, length + 1)) -> (state, metrics)``.
+    """A jitted function ``(state, tokens) -> (state, metrics)``.
 
     Each data rank takes the gradient of its own part of the batch, inside the
-    ``shard_map``, where types are tracked; ``sync`` averages them, once a step. A step
-    whose gradient is not finite changes nothing but the count of steps, what
-    ``sync`` owes included. The state is donated.
+    ``shard_map``; ``sync`` then averages the gradients over data ranks, once a step. A
+    step whose gradient is not finite advances ``state.step`` and changes nothing else:
+    neither parameters, nor optimizer, nor what ``sync`` owes.
+
+    The state that goes in is donated: use the one that comes back.
+
+    Sharding: tokens are cut over the data axis along the batch. Parameters and
+    optimizer state keep the shardings of ``parts``; metrics are the same on all ranks.
 
     Args:
       parts: from ``create_state``.
@@ -62,39 +68,57 @@ def make_train_step(
       optimizer: from ``make_optimizer``, or any other.
       plan: the configurations of the model's all-reduces.
       accumulate: equal parts of each rank's batch that run one after the other.
-      sync: how gradients cross the data axis; None for ``parts.sync``, or else exact
-        means. Its residual is ``state.gradient_residual``, cut over both axes along
-        the first dimension.
+      sync: how gradients cross the data axis; None for ``parts.sync``, or exact means
+        if that is None too. Its residual is ``state.gradient_residual``, cut over both
+        axes along the first dimension.
+      steps_per_call: optimizer steps that the device takes in one call, which saves
+        the way to the host where a step is short.
+
+    Returns:
+      The function. It takes int32 ``tokens (batch, length + 1)``, inputs and, shifted
+      by one, targets, and returns scalars. With ``steps_per_call`` above 1 tokens and
+      metrics have a leading axis of that many steps.
+
+    Raises:
+      ValueError: if ``steps_per_call`` or ``accumulate`` is not at least 1.
+
+    Example:
+        >>> step = make_train_step(parts, mesh, optimizer, DepthPlan.edges())
+        >>> state, metrics = step(state, tokens)
     """
+    if min(accumulate, steps_per_call) < 1:
+        raise ValueError(
+            f"accumulate={accumulate} and steps_per_call={steps_per_call} must be at "
+            "least 1."
+        )
     step = _step_of(parts, mesh, optimizer, plan, accumulate, sync)
-    # Where the state came from it goes back to: the second step finds its program.
-    return jax.jit(step, donate_argnums=0, out_shardings=(parts.shardings, None))
+
+    def several(state: TrainState, tokens: jax.Array):
+        return lax.scan(step, state, tokens, length=steps_per_call)
+
+    # The state comes back with the shardings it had, or the second call would compile
+    # another program.
+    return jax.jit(
+        step if steps_per_call == 1 else several,
+        donate_argnums=0,
+        out_shardings=(parts.shardings, None),
+    )
 
 
-def make_train_steps(
-    parts: ModelParts,
-    mesh: AnyMesh,
-    optimizer: optax.GradientTransformation,
-    plan: DepthPlan,
-    *,
-    accumulate: int = 1,
-    sync: SyncFunction | None = None,
-) -> Callable[[TrainState, jax.Array], tuple[TrainState, StepMetrics]]:
-    """As :func:`make_train_step` for several steps in one call.
+def make_eval_step(
+    parts: ModelParts, mesh: AnyMesh, plan: DepthPlan
+) -> Callable[[Any, jax.Array], jax.Array]:
+    """A jitted function ``(params, tokens) -> loss``.
 
-    Takes ``tokens (steps, batch, length + 1)``; each metric has a leading axis of
-    steps.
+    Args:
+      parts: from ``create_state``.
+      mesh: from ``make_mesh``.
+      plan: the configurations of the model's all-reduces.
+
+    Returns:
+      The function. It takes ``state.params`` and int32 ``tokens (batch, length + 1)``,
+      cut over the data axis, and returns the mean cross entropy in nats a token.
     """
-    step = _step_of(parts, mesh, optimizer, plan, accumulate, sync)
-
-    def steps(state: TrainState, tokens: jax.Array):
-        return lax.scan(step, state, tokens)
-
-    return jax.jit(steps, donate_argnums=0, out_shardings=(parts.shardings, None))
-
-
-def make_eval_step(parts: ModelParts, mesh: AnyMesh, plan: DepthPlan) -> Callable:
-    """A jitted ``(params, tokens (batch, length + 1)) -> loss``."""
 
     def local_loss(params, tokens):
         model = merge_module(parts.graphdef, params)

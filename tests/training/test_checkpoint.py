@@ -25,7 +25,8 @@ from echo_jax.training import (
     prepare,
     residual_rms,
 )
-from echo_jax.training.checkpoint import Checkpoints, Identity, Snapshot, fingerprint
+from echo_jax.training.checkpoint import Checkpoints, Identity, Snapshot
+from echo_jax.training.fingerprint import fingerprint
 from tests.ranks import bits_of
 
 TINY = TrainConfig(

@@ -16,7 +16,6 @@ from echo_jax.training import (
     make_mesh,
     make_optimizer,
     make_train_step,
-    make_train_steps,
 )
 from echo_jax.training import data as text_data
 from tests import hlo
@@ -156,10 +155,12 @@ def test_several_steps_in_a_call_are_the_same_steps(exact_steps):
     optimizer = make_optimizer(OptimizerConfig(learning_rate=1e-2), STEPS)
     state, parts = create_state(MODEL, optimizer, mesh, seed=0)
     plan = TrainConfig(model=MODEL).plan("exact")
-    steps = make_train_steps(parts, mesh, optimizer, plan)
+    steps = make_train_step(parts, mesh, optimizer, plan, steps_per_call=3)
     state, metrics = steps(state, jnp.stack([batch(i) for i in range(3)]))
     assert int(state.step) == 3
     np.testing.assert_allclose(metrics.loss, exact_steps[0], **CLOSE)
+    with pytest.raises(ValueError, match="steps_per_call=0"):
+        make_train_step(parts, mesh, optimizer, plan, steps_per_call=0)
 
 
 def test_a_sync_is_called_once_a_step_and_its_residual_is_carried(exact_steps):
