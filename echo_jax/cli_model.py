@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import pathlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from typing import Literal
 
 import tyro
@@ -105,7 +105,7 @@ class PlanOptions:
 
 
 @contextlib.contextmanager
-def _loading_bar(console: Console) -> Iterator[Callable[[int, int], None]]:
+def _loading_bar(console: Console) -> Generator[Callable[[int, int], None]]:
     """A bar over the bytes of a checkpoint; yields what ``load`` reports them to."""
     columns = (
         progress.TextColumn("{task.description}"),

@@ -57,7 +57,8 @@ class RecordWriter:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         entries = {**dataclasses.asdict(record), **provenance()}
         for name in ("value", "spread"):
-            if entries[name] is not None and not math.isfinite(entries[name]):
+            number = getattr(record, name)
+            if number is not None and not math.isfinite(number):
                 entries[name] = None  # JSON has neither NaN nor infinity
         line = json.dumps(entries, default=str, allow_nan=False) + "\n"
         with self.path.open("ab+") as file:
