@@ -42,7 +42,7 @@ def message_shape(values: int) -> tuple[int, int]:
 def draw_message(
     mesh: Mesh, shape: tuple[int, ...], dtype: str, length: int = 1
 ) -> jax.Array:
-    """Gaussian partial sums ``(ranks, *shape)``, cut over the mesh's only axis.
+    """Gaussian partial sums ``(ranks, *shape)``, sharded over the mesh's only axis.
 
     Args:
       mesh: of one axis.

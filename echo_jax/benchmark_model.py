@@ -29,7 +29,7 @@ class RandomModel:
     """A decoder whose parameters lie on a mesh with one axis."""
 
     graphdef: Any  # its structure
-    params: Params  # cut over the axis
+    params: Params  # sharded over the axis
     specs: Specs
     mesh: Mesh
 
@@ -83,7 +83,7 @@ def random_model(config: DecoderConfig, mesh: Mesh, *, seed: int = 0) -> RandomM
       seed: of the parameters.
 
     Raises:
-      ValueError: if the axis does not divide what it must cut.
+      ValueError: if the axis does not divide what it must shard.
     """
     (axis_name,) = mesh.axis_names
     config.check_ranks(mesh.size, axis_name)
@@ -103,7 +103,7 @@ def compute_share(config: DecoderConfig, ranks: int) -> DecoderConfig:
 
     Args:
       config: the whole decoder.
-      ranks: that it is cut over.
+      ranks: that it is sharded over.
     """
     config.check_ranks(ranks)
     multiple = config.vocab_multiple

@@ -44,7 +44,7 @@ class Explain:
     ranks: int = 8
     """Ranks on the axis."""
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
-    """Of the tensor."""
+    """Dtype of the tensor."""
     config: tyro.conf.OmitArgPrefixes[EchoConfig] = EchoConfig()
 
 
@@ -56,13 +56,14 @@ class Generate:
     """Texts to continue. One is shown as it grows, several when they are done."""
     checkpoint: tyro.conf.OmitArgPrefixes[ModelOptions]
     max_new_tokens: int = 64
-    """Tokens that are added to each prompt at most."""
+    """The most tokens that are added to each prompt."""
     temperature: float = 0.0
-    """What logits are divided by; 0 takes the likeliest token."""
+    """Temperature of sampling; 0 is greedy: always the likeliest token."""
     top_p: float = 1.0
-    """Draw from the likeliest tokens that together have this probability."""
+    """Nucleus sampling: draw from the likeliest tokens whose probabilities add up to
+    this."""
     seed: int = 0
-    """Of the draws."""
+    """Random seed of the draws."""
     sums: tyro.conf.OmitArgPrefixes[PlanOptions] = PlanOptions()
 
 

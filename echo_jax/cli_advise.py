@@ -47,19 +47,19 @@ class Advise:
     batch: int = 1
     """Sequences at once."""
     compute_ms: float | None = None
-    """What the first token takes without its sums."""
+    """Milliseconds that the first token takes without its sums."""
     step_compute_ms: float | None = None
-    """What a training step takes without its sums."""
+    """Milliseconds that a training step takes without its sums."""
     share: float | None = None
-    """Instead: the part of the time that exact sums take, 0 to 1."""
+    """Instead of times: the share of the whole time that exact sums take, 0 to 1."""
     machine: Literal["here", "a100", "h200"] = "here"
     """Measure here, or assume nodes of a known machine (not measured)."""
     ranks: int | None = None
     """Ranks of the assumed machines; default one node."""
     ranks_per_node: int = 8
-    """Of the assumed machines, linked by NVLink."""
+    """GPUs of an assumed node, linked by NVLink."""
     ethernet_gbit: float = 400.0
-    """Gbit/s of each rank's card between the assumed nodes."""
+    """Gbit/s of each GPU's network card between assumed nodes."""
     burst_bytes: int | None = None
     """What the link here lets pass at once before its rate holds (the token bucket of a
     shaped link); not measured. Default the calibration's, else none."""
@@ -68,10 +68,11 @@ class Advise:
     save: pathlib.Path | None = None
     """File that the calibration is written to."""
     margin: float = MARGIN
-    """By how much echo must be predicted to be faster to be advised."""
+    """How much faster than exact echo must be predicted to be, as a share, to be
+    advised."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Of the messages; default the checkpoint's or calibration's, else bfloat16, on the
-    CPU float16."""
+    """Dtype of the messages; default the checkpoint's or the calibration's, or else
+    bfloat16, on the CPU float16."""
     tensor_ranks: int | None = None
     """Ranks that sum; default all devices, or 1 with --device cpu."""
     device: Device = "default"

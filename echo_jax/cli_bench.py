@@ -53,11 +53,12 @@ class BenchAllReduce:
     sizes: tuple[int, ...] = tuple(1 << n for n in range(14, 27, 2))
     """Bytes of a rank's message; default 16 KiB to 64 MiB."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Of the message; default bfloat16, on the CPU, which widens that, float16."""
+    """Dtype of the message; default bfloat16, but float16 on the CPU, whose sums would
+    widen bfloat16 to float32."""
     chunks: tuple[int, ...] = (1, 4)
-    """Numbers of pieces (num_chunks) to try."""
+    """Values of num_chunks to try: pieces that a message is sent in."""
     chain: int = 4
-    """Dependent sums that are timed together."""
+    """Sums in a row, each of the result of the one before, that are timed together."""
     repeats: int = 5
     """Timed rounds."""
     tensor_ranks: int | None = None

@@ -28,7 +28,7 @@ class ModelOptions:
     device: Device = "default"
     """cpu simulates as many devices as there are ranks; default takes JAX's own."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Of parameters and computation; default the checkpoint's."""
+    """Dtype of parameters and computation; default the checkpoint's."""
     compilation_cache: pathlib.Path | None = None
     """Folder that keeps compiled programs, so that the next run starts at once."""
 

@@ -51,12 +51,16 @@ class Prose:
             raise ValueError(
                 f"batch={batch} does not divide {len(windows)} windows: leave some out."
             )
-        whole = PartitionSpec()
+        replicated = PartitionSpec()
         self._calls = model.config.num_calls
         self._configs = distinct_configs([exact_plan, *plans], self._calls)
         run = functools.partial(run_by_choice, configs=self._configs)
-        self._stream_of = jax.jit(model.on_ranks(run, (whole, whole), whole))
-        compare = model.on_ranks(compare_streams, (whole, whole, whole), whole)
+        self._stream_of = jax.jit(
+            model.on_ranks(run, (replicated, replicated), replicated)
+        )
+        compare = model.on_ranks(
+            compare_streams, (replicated, replicated, replicated), replicated
+        )
         self._compare, self._params = jax.jit(compare), model.params
         self._batches = np.split(np.asarray(windows, np.int32), len(windows) // batch)
         self._wanted = [self._stream(part, exact_plan) for part in self._batches]

@@ -185,15 +185,19 @@ class Scorer:
     def _programs(self, length: int) -> tuple[Callable, Callable]:
         """The compiled pass and the compiled scores of its stream, for one bucket."""
         if length not in self._compiled:
-            params, whole = self.model.params, PartitionSpec()
+            params, replicated = self.model.params, PartitionSpec()
             shape = (self.rows(length), length)
             tokens = jax.ShapeDtypeStruct(shape, jnp.int32)
             sums = jax.ShapeDtypeStruct((self.model.config.num_calls + 1,), jnp.int32)
             run = functools.partial(run_by_choice, configs=self.configs)
-            lowered = jax.jit(self.model.on_ranks(run, (whole, whole), whole)).lower(
-                params, tokens, sums
+            lowered = jax.jit(
+                self.model.on_ranks(run, (replicated, replicated), replicated)
+            ).lower(params, tokens, sums)
+            score = jax.jit(
+                self.model.on_ranks(
+                    _score, (replicated, replicated), (replicated, replicated)
+                )
             )
-            score = jax.jit(self.model.on_ranks(_score, (whole, whole), (whole, whole)))
             scored = score.lower(params, lowered.out_info, tokens)
             self._compiled[length] = lowered.compile(), scored.compile()
         return self._compiled[length]

@@ -1,4 +1,4 @@
-"""Causal grouped-query attention with rotary positions, heads cut over the axis."""
+"""Causal grouped-query attention with rotary positions, heads sharded over the axis."""
 
 import jax
 import jax.numpy as jnp

@@ -13,7 +13,7 @@ default_init = nnx.initializers.variance_scaling(1.0, "fan_in", "truncated_norma
 
 
 class ColumnParallelDense(nnx.Module):
-    """``x @ kernel`` with the output features cut over the axis. No communication.
+    """``x @ kernel`` with the output features sharded over the axis. No communication.
 
     Sharding: ``x`` varies along the axis (put ``echo_pvary`` in front, on the stream);
     each rank returns its own features.
@@ -22,7 +22,7 @@ class ColumnParallelDense(nnx.Module):
       in_features: length of x's last axis, whole on every rank.
       out_features: features over all ranks.
       axis_name: the tensor-parallel axis.
-      use_bias: add a bias, cut like the features.
+      use_bias: add a bias, sharded like the features.
       kernel_init: initializer of the kernel.
       dtype: of the computation.
       param_dtype: of the parameters.
@@ -66,7 +66,9 @@ class ColumnParallelDense(nnx.Module):
 
 
 class RowParallelDense(nnx.Module):
-    """``x @ kernel`` with the input features cut over the axis: ends in an all-reduce.
+    """``x @ kernel`` with the input features sharded over the axis.
+
+    Ends in an all-reduce.
 
     Sharding: each rank has its own features of ``x``; the result is the same on every
     rank.

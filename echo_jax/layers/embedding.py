@@ -13,7 +13,7 @@ embedding_init = nnx.initializers.normal(1.0)
 
 
 class VocabParallelEmbed(nnx.Module):
-    """A table of token embeddings with its rows cut over the axis.
+    """A table of token embeddings with its rows sharded over the axis.
 
     Rows beyond ``num_embeddings`` pad the table to a multiple of ``pad_to``, so that
     every vocabulary fits every mesh; readouts mask them. A token outside the vocabulary
@@ -75,7 +75,7 @@ class VocabParallelEmbed(nnx.Module):
 
 
 class VocabParallelReadout(nnx.Module):
-    """Logits with the vocabulary cut over the axis; they are never gathered.
+    """Logits with the vocabulary sharded over the axis; they are never gathered.
 
     Args:
       features: width of the stream.
@@ -128,7 +128,7 @@ def vocab_parallel_cross_entropy(
     labels: Int[Array, "*batch"],
     axis_name: str = "tensor",
 ) -> Float[Array, "*batch"]:
-    """Cross entropy in nats of each token, from logits cut over the axis.
+    """Cross entropy in nats of each token, from logits sharded over the axis.
 
     Three numbers a token cross ranks (the maximum, the sum of exponentials, the label's
     logit), never the logits.

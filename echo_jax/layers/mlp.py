@@ -12,7 +12,7 @@ from echo_jax.typing import AnyFloat
 
 
 class SwiGLU(nnx.Module):
-    """``down(silu(gate(x)) * up(x))``, the hidden features cut over the axis.
+    """``down(silu(gate(x)) * up(x))``, the hidden features sharded over the axis.
 
     Sharding: the input varies along the axis (``echo_pvary`` and the norm in front);
     the output is the same on every rank.

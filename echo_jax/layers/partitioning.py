@@ -1,4 +1,4 @@
-"""Parameters that know how they are cut over the mesh.
+"""Parameters that know how they are sharded over the mesh.
 
 A parameter carries a ``PartitionSpec`` in its Flax metadata. Modules are built with
 global shapes; inside ``jax.shard_map`` the same module holds one rank's part, and
@@ -65,7 +65,7 @@ def split_ranks(params: Any, specs: Any, axis_name: str, ranks: int):
 
     Returns:
       ``(params, in_axes)`` for ``jax.vmap(..., axis_name=axis_name)``; a parameter that
-      is not cut over the axis has ``in_axes`` None and stays as it is.
+      is not sharded over the axis has ``in_axes`` None and stays as it is.
     """
 
     def cut(param, spec: PartitionSpec):
@@ -116,7 +116,8 @@ def simulate_ranks(
 def join_ranks(params: Any, specs: Any, axis_name: str) -> Any:
     """Inverse of :func:`split_ranks` for values with a leading axis of ranks each.
 
-    What is not cut over the axis is the same on all ranks; the first rank's is taken.
+    What is not sharded over the axis is the same on all ranks; that of the first is
+    taken.
     """
 
     def join(param, spec: PartitionSpec):
@@ -140,7 +141,8 @@ def check_divides(what: str, size: int, ranks: int, axis_name: str) -> None:
     if size % ranks:
         nearest = -(-size // ranks) * ranks
         raise ValueError(
-            f"{what}={size} cannot be cut over {ranks} ranks of axis {axis_name!r}: "
+            f"{what}={size} cannot be sharded over {ranks} ranks of axis "
+            f"{axis_name!r}: "
             f"use a multiple of {ranks}, such as {nearest}, or fewer ranks."
         )
 

@@ -81,7 +81,7 @@ class DecoderConfig:
         return 2 * self.num_layers
 
     def check_ranks(self, ranks: int, axis_name: str = "tensor") -> None:
-        """Refuses a tensor-parallel axis that does not divide what it must cut.
+        """Refuses a tensor-parallel axis that does not divide what it must shard.
 
         Raises:
           ValueError: naming the first size that does not fit.

@@ -104,7 +104,7 @@ class DecoderLayer(nnx.Module):
         layer: Int[Array, ""],
         plan: LayerPlan,
     ) -> tuple[AnyFloat, Residual | None, KVCache]:
-        """As ``__call__`` for the tokens behind those in the cache; no gradients."""
+        """As ``__call__`` for the tokens after those in the cache; no gradients."""
         attention, mlp = plan.forward
         x = exact.pvary(stream, self.axis_name)
         x = self.attention_norm(x)
@@ -124,7 +124,7 @@ class Decoder(nnx.Module):
     merge_module`.
 
     Sharding: tokens are the same on every rank of the tensor axis; the stream too;
-    logits are cut by vocabulary.
+    logits are sharded by vocabulary.
 
     Args:
       config: sizes and kinds.
@@ -191,7 +191,7 @@ class Decoder(nnx.Module):
         *,
         plan: DepthPlan,
     ) -> tuple[Float[Array, "batch local_vocab"], KVCache]:
-        """This rank's logits behind the last of these tokens, and the grown cache.
+        """This rank's logits after the last of these tokens, and the grown cache.
 
         Prefill with an empty cache, decode with one token a sequence. Where every call
         is below ``min_bytes``, as it is for a few tokens under the default plan, this
@@ -241,7 +241,7 @@ class Decoder(nnx.Module):
         *,
         plan: DepthPlan,
     ) -> tuple[Float[Array, ""], AnyFloat, Residual | None]:
-        """As :meth:`loss`, with the stream behind the last layer between the two."""
+        """As :meth:`loss`, with the stream after the last layer between the two."""
         stream, residual = self.run_layers(tokens, plan=plan)
         logits = self._logits(stream, residual, plan)
         losses = vocab_parallel_cross_entropy(logits, targets, self.axis_name)
@@ -271,7 +271,7 @@ class Decoder(nnx.Module):
         return self.read_out(x)
 
     def read_out(self, x: AnyFloat, out_dtype=None) -> AnyFloat:
-        """This rank's logits from the stream behind the last layer.
+        """This rank's logits from the stream after the last layer.
 
         Args:
           x: the stream, typed as varying (``exact.pvary``).

@@ -84,7 +84,7 @@ def _divergence(
 def _log_softmax(
     logits: Float[Array, "length local_vocab"], axis: str
 ) -> Float[Array, "length local_vocab"]:
-    """This rank's log-probabilities from logits that are cut by vocabulary."""
+    """This rank's log-probabilities from logits that are sharded by vocabulary."""
     peak = jax.lax.pmax(jnp.max(logits, axis=-1, keepdims=True), axis)
     total = exact.psum(jnp.sum(jnp.exp(logits - peak), axis=-1, keepdims=True), axis)
     return logits - exact.pvary(peak + jnp.log(total), axis)

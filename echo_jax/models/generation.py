@@ -32,9 +32,11 @@ class GenerationConfig:
 
     max_new_tokens: int = 64  # tokens that are added to each prompt at most
     temperature: float = 0.0  # what logits are divided by; 0 takes the likeliest token
-    top_p: float = 1.0  # draw from the likeliest tokens that together have this much
-    seed: int = 0  # of the draws
-    # Tokens that end a sequence, and are left out of it; None for the checkpoint's.
+    # Nucleus sampling: draw from the likeliest tokens whose probabilities add up to
+    # this.
+    top_p: float = 1.0
+    seed: int = 0  # of the random draws
+    # Token ids that end a sequence, and are left out of it; None for the checkpoint's.
     stop_ids: tuple[int, ...] | None = None
 
     def __post_init__(self):
@@ -70,20 +72,22 @@ def generate(
     """Continues prompts, together as one batch.
 
     Prompts of different lengths are padded on the left; no token attends to padding,
-    and no quantized block spans two tokens. By default a decode step's messages are
-    below ``min_bytes`` and so exact: it is then the very program of the exact model.
-    A prefill's are not, once the prompts are long enough.
+    and no quantized block spans two tokens. By default the messages of a decode step
+    are below ``min_bytes``, so that its sums are exact and it runs the same program as
+    the exact model. Those of the prefill are quantized once the prompts are long
+    enough.
 
-    Sharding: keys and values are cut over the tensor axis by heads; every rank chooses
-    from the same gathered numbers, hence the same tokens.
+    Sharding: keys and values are sharded over the tensor axis by heads; every rank
+    chooses from the same gathered numbers, hence the same tokens.
 
     Args:
       model: from :func:`~echo_jax.models.load`.
-      prompts: token ids of each. An empty one starts from the checkpoint's first token
-        (or last, if it has no first).
+      prompts: token ids of each. An empty one starts from the checkpoint's
+        beginning-of-text token, or from its end-of-text token if it has no other.
       config: how tokens are chosen.
       plan: the configurations of the all-reduces.
-      on_tokens: called after every step, for streaming.
+      on_tokens: called after every step with one token id for each prompt, None for
+        those that have ended; for streaming.
 
     Returns:
       The new tokens of each prompt, without the one that ended it.
@@ -212,20 +216,21 @@ class _Steps:
     def _program(self, name, local: Callable, *, num_args=1, cached=False) -> Callable:
         key = (*name, self._plan, self._config.is_greedy)
         if key not in self._model.programs:
-            whole = PartitionSpec()
-            cache = cache_specs(self._model.axis_name)
-            arguments = (whole,) * num_args + ((cache,) if cached else ())
-            function = self._model.on_ranks(local, (*arguments, whole), (whole, cache))
+            replicated, cache = PartitionSpec(), cache_specs(self._model.axis_name)
+            arguments = (replicated,) * num_args + ((cache,) if cached else ())
+            function = self._model.on_ranks(
+                local, (*arguments, replicated), (replicated, cache)
+            )
             donated = 2 if cached else ()
             self._model.programs[key] = jax.jit(function, donate_argnums=donated)
         return self._model.programs[key]
 
 
 def cache_specs(axis_name: str) -> KVCache:
-    """How a cache is cut: by heads."""
+    """How a cache is sharded: by heads."""
     heads = PartitionSpec(None, None, None, axis_name)
-    whole = PartitionSpec()
-    return KVCache(key=heads, value=heads, length=whole, padding=whole)
+    replicated = PartitionSpec()
+    return KVCache(key=heads, value=heads, length=replicated, padding=replicated)
 
 
 def _checked(

@@ -41,7 +41,7 @@ class LoadedModel:
     checkpoint: Checkpoint  # as the checkpoint has it, dtypes as they were asked for
     placement: Placement  # sizes as they lie on the mesh
     graphdef: nnx.GraphDef
-    params: Params  # cut over the tensor axis
+    params: Params  # sharded over the tensor axis
     specs: Specs
     mesh: Mesh
     axis_name: str = "tensor"
@@ -75,7 +75,7 @@ class LoadedModel:
     def logits(
         self, tokens: Int[Array | np.ndarray, "batch length"], *, plan: DepthPlan
     ) -> Float[Array, "batch length vocab"]:
-        """Logits behind every token, cut by vocabulary over the mesh.
+        """Logits after every token, sharded by vocabulary over the mesh.
 
         Args:
           tokens: token ids.
@@ -112,7 +112,7 @@ def load(
     several copies, which training would drive apart: gradients of such a model's
     attention are refused, unless it is loaded with ``trainable``.
 
-    Sharding: heads, hidden features and vocabulary are cut over ``axis_name`` and
+    Sharding: heads, hidden features and vocabulary are sharded over ``axis_name`` and
     everything is replicated over the mesh's other axes.
 
     Args:

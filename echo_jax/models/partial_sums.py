@@ -25,7 +25,7 @@ def partial_sums(
     those of the vocabulary are left out. Everything is held at once: meant for a few
     hundred tokens.
 
-    Sharding: the result is cut by rank over the model's tensor axis.
+    Sharding: the result is sharded by rank over the model's tensor axis.
 
     Args:
       model: from :func:`~echo_jax.models.load`.

@@ -1,4 +1,4 @@
-"""The next token from logits that are cut by vocabulary, the same on every rank."""
+"""The next token from logits that are sharded by vocabulary, the same on every rank."""
 
 import jax
 import jax.numpy as jnp

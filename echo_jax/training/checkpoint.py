@@ -39,7 +39,7 @@ class Identity(NamedTuple):
 
     config: dict[str, Any]  # from to_dict
     data: str  # checksum of the text
-    ranks: dict[str, int]  # of the mesh; a state can be cut anew
+    ranks: dict[str, int]  # of the mesh; a state can be resharded
 
 
 class Checkpoints:
@@ -102,7 +102,7 @@ class Checkpoints:
         """The newest checkpoint that can be read; None if there is none at all.
 
         One that cannot be read is set aside, with a warning, for the one before it. On
-        another mesh the state is cut as that mesh wants it, and ``notes`` say so; what
+        another mesh the state is resharded, and ``notes`` say so; what
         its ranks owed is whole and as it was saved, for ``fit_state``, or None.
 
         Args:
@@ -233,8 +233,8 @@ class Checkpoints:
     def _what_changed(self, meta: dict[str, Any]) -> str:
         before, now = (_in_words(r) for r in (meta["ranks"], self.identity.ranks))
         return (
-            f"The checkpoint is from {before}: parameters and optimizer state were cut "
-            f"anew for {now}."
+            f"The checkpoint is from {before}: parameters and optimizer state were "
+            f"resharded for {now}."
         )
 
     def _set_aside(self, step: int, error: Exception) -> None:

@@ -12,8 +12,9 @@ from echo_jax.plan import DepthPlan
 from echo_jax.training.gradient_plan import GradientSyncConfig
 from echo_jax.wire import WireFormat
 
-# exact; echo both ways; echo forward and exact backward; echo with 8 bits at the ends;
-# the codec alone.
+# Which sums are sent in few bits. exact: none; echo: all, forward and backward;
+# forward-only: those of the forward pass; edges: all, with 8 bits in the first two
+# layers and the last; no-feedback: all, without repaying errors.
 Variant = Literal["exact", "echo", "forward-only", "edges", "no-feedback"]
 
 
@@ -47,11 +48,11 @@ class MeshConfig:
 class DataConfig:
     """Which text is read, and in what pieces."""
 
-    # A folder of `echo-jax prepare`, read by its tokens; or a file or folder of text,
-    # read byte by byte; None: the source of Python's standard library.
+    # A folder that `echo-jax prepare` wrote, read token by token; or a file or folder
+    # of text, read byte by byte. None: the source of Python's standard library.
     path: Annotated[pathlib.Path | None, tyro.conf.arg(name="data")] = None
-    batch_size: int = 16  # sequences in a step, over all ranks
-    length: int = 128  # tokens in a sequence
+    batch_size: int = 16  # sequences in an optimizer step, over all data ranks
+    length: int = 128  # tokens that a sequence predicts; one more is read
     heldout_batches: int = 16  # batches that measure the held-out loss
 
     def __post_init__(self):
@@ -64,16 +65,20 @@ class DataConfig:
 class OptimizerConfig:
     """AdamW with clipping, warm-up and decay."""
 
-    learning_rate: float = 4e-3  # at the end of the warm-up
-    schedule: Literal["cosine", "wsd"] = "cosine"  # wsd: warm up, stay, decay linearly
-    warmup: float = 0.1  # share of the steps over which the rate grows from zero
-    decay: float = 0.2  # of wsd: share of the steps, the last ones, of the decay
-    final: float = 0.1  # the rate at the last step, as a share of the highest
-    weight_decay: float = 0.1  # of matrices; vectors do not decay
-    beta2: float = 0.98  # decay of the second moment
-    clip: float = 1.0  # largest global norm of the gradient
-    # Equal parts of a batch that run one after the other, their gradients averaged:
-    # the step of a large batch in the memory of a small one.
+    learning_rate: float = 4e-3  # the highest, which the warm-up ends at
+    # cosine: half a cosine from the warm-up to the end; wsd (warm up, stay, decay):
+    # constant, then linear.
+    schedule: Literal["cosine", "wsd"] = "cosine"
+    warmup: float = 0.1  # share of the steps over which the rate rises linearly
+    decay: float = 0.2  # wsd only: share of the steps, at the end, in which it falls
+    # What the rate falls to, as a share of the highest: reached after the last step, as
+    # in optax's schedules.
+    final: float = 0.1
+    weight_decay: float = 0.1  # of matrices; scales of norms and biases do not decay
+    beta2: float = 0.98  # decay rate of Adam's second moment
+    clip: float = 1.0  # global norm that gradients are clipped to
+    # Gradient accumulation: equal parts of a batch that run one after the other, their
+    # gradients averaged, so that a large batch takes the memory of a small one.
     accumulate: int = 1
 
     def __post_init__(self):
@@ -113,7 +118,8 @@ class CheckpointConfig:
     )
     # Steps between two checkpoints; the last step is saved too. 0: none at all.
     every: Annotated[int, tyro.conf.arg(name="checkpoint-every")] = 0
-    # Newest checkpoints that stay; an unreadable one falls back to the one before.
+    # How many of the newest checkpoints are kept. More than one, since an unreadable
+    # one falls back to the one before.
     keep: Annotated[int, tyro.conf.arg(name="checkpoints-kept")] = 3
 
     def __post_init__(self):
@@ -133,19 +139,18 @@ class TrainConfig:
     optimizer: OptimizerConfig = OptimizerConfig()
     mesh: MeshConfig = MeshConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
-    format: WireFormat = WireFormat()  # of the echo runs
-    vocab_bits: int = 8  # of the vocabulary's two sums in the echo runs
-    residual_dtype: ResidualDtype = (
-        "bfloat16"  # in which the echo runs keep what is owed
-    )
-    backend: Backend = "auto"  # that makes what travels
-    # Of gradients over the data axis, in every run, errors repaid a step later; None:
-    # exact, in float32.
+    # How every variant but `exact` sends its sums.
+    format: WireFormat = WireFormat()
+    vocab_bits: int = 8  # bits of the embedding's and the readout's sums
+    residual_dtype: ResidualDtype = "bfloat16"  # in which the residual is kept
+    backend: Backend = "auto"  # which implementation of the codec
+    # Bits in which gradients are averaged over the data axis, in every variant, with
+    # errors repaid in the next step. None: exactly, in float32.
     gradient_bits: int | None = None
     variants: tuple[Variant, ...] = ("exact", "echo", "no-feedback")
     steps: int = 200  # optimizer steps of each run
-    # Steps that the device takes before it reports: saves the way to the host where
-    # a step is short.
+    # Steps that the device takes in one call, before anything comes back to the host:
+    # saves that latency where a step is short.
     steps_per_call: int = 1
     log_every: int = 10  # steps between two records
     evaluate_every: int = 0  # steps between two held-out losses; 0: only at the end

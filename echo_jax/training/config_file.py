@@ -17,7 +17,7 @@ _FREE = (
     "data.path",  # the same text may lie elsewhere; its checksum is compared
     "evaluate_every",
     "log_every",
-    "mesh",  # the state is cut anew
+    "mesh",  # the state is resharded
     "tensorboard",
     "variants",
 )

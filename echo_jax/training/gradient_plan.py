@@ -53,7 +53,7 @@ class GradientPlan(NamedTuple):
 
     buckets: tuple[Bucket, ...]
     exact: tuple[int, ...]  # places of the leaves that are averaged exactly
-    others: tuple[Hashable, ...]  # the other axes that parameters are cut over
+    others: tuple[Hashable, ...]  # the other axes that parameters are sharded over
 
 
 def plan_gradients(
@@ -66,16 +66,17 @@ def plan_gradients(
 ) -> GradientPlan:
     """Sorts the leaves of one rank's tree into messages.
 
-    In few bits travel leaves that are large and cut over every other axis that any leaf
-    is cut over: what is the same on all ranks of such an axis must stay the same there,
-    while the residual of a message differs from rank to rank.
+    A leaf is sent in few bits if it is large, and if it is sharded over each of the
+    other mesh axes over which any leaf is sharded. A leaf that is replicated over such
+    an axis must stay the same on all its ranks, which it would not: every rank rounds
+    its messages with a residual of its own.
 
     Args:
       tree: parameters or gradients, arrays or shapes.
       own: the data axes.
       ranks: their size; nothing is rounded where there is one.
       config: formats and sizes.
-      specs: how the leaves are cut; None to go by their types.
+      specs: how the leaves are sharded; None to go by their types.
     """
     leaves, structure = jax.tree.flatten(tree)
     if specs is None:

@@ -41,12 +41,11 @@ class GradientSync:
 
     Works inside ``jax.shard_map`` or ``jax.vmap(axis_name=...)``, on gradients that
     still differ from one data rank to the next: take them with respect to
-    :meth:`per_rank` parameters, without which JAX sums them exactly, at full width,
-    before anyone else sees them. Leaves are joined into buckets, each of which is one
-    :func:`echo_jax.echo_psum`; every leaf begins with a block of its own, so that no
-    scale is shared. Small leaves, and those that are not cut over every axis that
-    others are cut over (the scales of norms on a tensor-parallel mesh), are averaged
-    exactly.
+    :meth:`per_rank` parameters, or JAX sums them itself, exactly and at full width.
+    Leaves are joined into buckets, each of which is one :func:`echo_jax.echo_psum`;
+    every leaf begins with a block of its own, so that no two leaves share a scale.
+    Small leaves, and those that are replicated over a mesh axis over which others are
+    sharded (the scales of norms on a tensor-parallel mesh), are averaged exactly.
 
     Put it in front of everything that looks at gradients: clipping, optimizers,
     ``optax.apply_if_finite``. A gradient that is not finite becomes NaN in its block on
@@ -55,7 +54,7 @@ class GradientSync:
     Args:
       config: formats and sizes.
       axis_name: the data axis, or a tuple of axes that act as one.
-      specs: how parameters are cut over the mesh, as ``split_module`` returns it.
+      specs: how parameters are sharded over the mesh, as ``split_module`` returns it.
         Needed where they are cut and types are not tracked, and for
         :attr:`state_spec`.
 

@@ -50,7 +50,7 @@ def signal_to_quantization_db(
 ) -> float | None:
     r"""How far the stream stands above its quantization error, in decibels.
 
-    With feedback the error of the stream behind the last layer is what is still owed,
+    With feedback the error of the stream after the last layer is what is still owed,
     :math:`\sum_i w_i + v`, so that
 
     .. math:: 10 \log_{10} \frac{x^2}{(N w^2 + v^2) / g^2}
@@ -106,7 +106,7 @@ def gradient_bytes(config: TrainConfig, params: Params, specs: Specs) -> dict[st
     Args:
       config: of the run.
       params: global parameters, or their shapes.
-      specs: how they are cut.
+      specs: how they are sharded.
     """
     ranks = config.mesh.tensor_ranks
 

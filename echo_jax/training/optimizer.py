@@ -1,4 +1,4 @@
-"""The optimizer: AdamW behind a clip, and the schedule of its rate."""
+"""The optimizer: clipped gradients, AdamW, and its learning-rate schedule."""
 
 import jax
 import optax
@@ -8,11 +8,16 @@ from echo_jax.training.config import OptimizerConfig
 
 
 def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
-    """The learning rate of each step, from 0.
+    """The learning rate as a function of the steps taken.
 
-    The rate grows linearly over the warm-up; then it follows half a cosine down to
-    ``final``, or (``wsd``) stays, and falls linearly over the last ``decay`` of the
-    steps.
+    It rises linearly over the warm-up. Then it follows half a cosine down to ``final``
+    or, with ``wsd``, stays at its height and falls linearly over the last ``decay`` of
+    the steps. As in optax's own schedules the end is reached after the last step:
+    ``schedule(steps)`` is ``final`` times the highest rate.
+
+    Args:
+      config: rates, and shares of the steps.
+      steps: how many the run has.
 
     Source: Hu et al., "MiniCPM: Unveiling the Potential of Small Language Models with
     Scalable Training Strategies", 2024, for the second.
@@ -35,7 +40,7 @@ def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
 
 
 def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
-    """AdamW behind a clip of the global norm, on the schedule of :func:`make_schedule`.
+    """Clips the gradient's global norm, then AdamW on :func:`make_schedule`.
 
     Args:
       config: rates and decays.

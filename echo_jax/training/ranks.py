@@ -62,8 +62,8 @@ def on_ranks(body: Callable, mesh: AnyMesh, *, in_specs, out_specs) -> Callable:
       body: a function of one rank's parts, with the mesh's axes bound.
       mesh: devices, or simulated ranks.
       in_specs: for each argument a tree prefix of ``PartitionSpec``.
-      out_specs: for the result. What is not cut over an axis must be the same on all
-        its ranks; where types are not tracked, the first rank's is taken.
+      out_specs: for the result. What is not sharded over an axis must be the same on
+        all its ranks; where types are not tracked, the first rank's is taken.
 
     Returns:
       The function of global arrays.

@@ -47,7 +47,7 @@ Progress = Callable[[Variant, int, float], None]  # variant, steps done, loss
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Runs that are ready to start: every input has been read and checked."""
+    """Training runs that are ready to start: their inputs are read and checked."""
 
     config: TrainConfig
     mesh: AnyMesh
@@ -64,10 +64,14 @@ class TrainingRun:
     """One variant: its compiled steps, its state and what it measures.
 
     Args:
-      runs: what :func:`echo_jax.training.prepare` made.
-      variant: which all-reduces.
-      writer: takes the figures; checkpoints go to a folder beside its file.
-      resume: go on from the newest checkpoint, if there is one.
+      runs: from :func:`echo_jax.training.prepare`.
+      variant: how the all-reduces are sent.
+      writer: takes the figures; checkpoints go to a folder beside its file, unless the
+        configuration names another.
+      resume: continue from the newest checkpoint, if there is one.
+
+    Raises:
+      ValueError: if the checkpoints are of another run, or none of them can be read.
     """
 
     def __init__(
@@ -85,7 +89,7 @@ class TrainingRun:
         self.notes: tuple[str, ...] = ()  # what resuming changed, in words
         self._skipped = 0  # steps since the last record whose gradient was not finite
         self._plan = self.config.plan(variant)
-        self._next: tuple[np.ndarray, dict[str, Any]] | None = None  # read ahead
+        self._next: tuple[np.ndarray, dict[str, Any]] | None = None  # batch read ahead
         sizes = self.config.data
         self._feeder = Feeder(runs.mesh, sizes.batch_size)
         rows = self._feeder.rows
@@ -106,11 +110,12 @@ class TrainingRun:
         return self.steps_done >= self.config.steps
 
     def train(self, progress: Progress, stop: Callable[[], bool]) -> None:
-        """Steps until all are done or ``stop`` says so; what was done is saved then.
+        """Trains until all steps are done or ``stop`` says so, then saves.
 
         Args:
-          progress: called after each call of the device, and where a run goes on.
-          stop: asked between calls; on several processes all must hear the same.
+          progress: called after each call of the step function, and once at the start
+            of a resumed run.
+          stop: asked before each call; must answer the same on all processes.
         """
         clock, config = StepClock(), self.config
         if self.steps_done:
@@ -132,7 +137,7 @@ class TrainingRun:
         self._measure_speed(clock)
 
     def evaluate(self) -> None:
-        """Measures the held-out loss and writes what the run comes to."""
+        """Measures the held-out loss and writes the final figures of the run."""
         result = self.result
         result.heldout = self.heldout_losses()
         self.log.write("final_train_loss", result.final_loss, "nats")
@@ -229,7 +234,7 @@ class TrainingRun:
         return state._replace(gradient_residual=owed), notes
 
     def _draw(self) -> tuple[np.ndarray, dict[str, Any]]:
-        """The tokens of one call, of a step or several, and the place behind them."""
+        """The tokens of one call, for one step or several, and the position after."""
         count = self.config.steps_per_call
         tokens = [next(self._batches) for _ in range(count)]
         whole = tokens[0] if count == 1 else np.stack(tokens)

@@ -24,8 +24,8 @@ class TrainState(NamedTuple):
     """Everything that changes from step to step."""
 
     step: Any  # steps taken, a scalar
-    params: Any  # nested dict of arrays, cut over the tensor axis
-    opt_state: Any  # the optimizer's, cut like the parameters
+    params: Any  # nested dict of arrays, sharded over the tensor axis
+    opt_state: Any  # the optimizer's, sharded like the parameters
     key: Any = None  # data of a random key, for what draws during training
     gradient_residual: Any = None  # GradientSyncState of a sync in few bits; or None
 
@@ -34,7 +34,7 @@ class ModelParts(NamedTuple):
     """The static side of a model."""
 
     graphdef: nnx.GraphDef  # its structure
-    specs: Specs  # how its parameters are cut
+    specs: Specs  # how its parameters are sharded
     shardings: TrainState  # where each leaf of its training state lies
     sync: GradientSync | None = None  # of gradients over the data axis; None: exact
 
@@ -82,18 +82,18 @@ def state_shapes(
 
 def state_shardings(state: TrainState, specs: Specs, mesh: AnyMesh) -> TrainState:
     """Where each leaf of a state lies: optimizer moments beside their parameters."""
-    whole = NamedSharding(placement(mesh), PartitionSpec())
+    replicated = NamedSharding(placement(mesh), PartitionSpec())
     of_ranks = NamedSharding(placement(mesh), PartitionSpec(AXES))
-    cut = shardings(specs, placement(mesh))
+    sharded = shardings(specs, placement(mesh))
     opt_state = optax.tree_utils.tree_map_params(
         lambda params: state.opt_state,
         lambda _, sharding: sharding,
         state.opt_state,
-        cut,
-        transform_non_params=lambda _: whole,
+        sharded,
+        transform_non_params=lambda _: replicated,
     )
     owed = jax.tree.map(lambda _: of_ranks, state.gradient_residual)
-    return TrainState(whole, cut, opt_state, whole, owed)
+    return TrainState(replicated, sharded, opt_state, replicated, owed)
 
 
 def fresh_residual(params: Params, parts: ModelParts, mesh: AnyMesh) -> Any:

@@ -25,7 +25,7 @@ class StepMetrics(NamedTuple):
     grad_norm: jax.Array  # global norm of the gradient, before the clip
     residual_send: jax.Array  # root mean square of what senders owe after the forward
     residual_reduce: jax.Array  # and of what the summing ranks owe
-    stream: jax.Array  # root mean square of the stream behind the last layer
+    stream: jax.Array  # root mean square of the stream after the last layer
     skipped: jax.Array  # 1 where the gradient was not finite: the state stayed
 
 
@@ -59,7 +59,7 @@ def make_train_step(
 
     The state that goes in is donated: use the one that comes back.
 
-    Sharding: tokens are cut over the data axis along the batch. Parameters and
+    Sharding: tokens are sharded over the data axis along the batch. Parameters and
     optimizer state keep the shardings of ``parts``; metrics are the same on all ranks.
 
     Args:
@@ -69,8 +69,8 @@ def make_train_step(
       plan: the configurations of the model's all-reduces.
       accumulate: equal parts of each rank's batch that run one after the other.
       sync: how gradients cross the data axis; None for ``parts.sync``, or exact means
-        if that is None too. Its residual is ``state.gradient_residual``, cut over both
-        axes along the first dimension.
+        if that is None too. Its residual is ``state.gradient_residual``, sharded over
+        both axes along the first dimension.
       steps_per_call: optimizer steps that the device takes in one call, which saves
         the way to the host where a step is short.
 
@@ -117,7 +117,7 @@ def make_eval_step(
 
     Returns:
       The function. It takes ``state.params`` and int32 ``tokens (batch, length + 1)``,
-      cut over the data axis, and returns the mean cross entropy in nats a token.
+      sharded over the data axis, and returns the mean cross entropy in nats a token.
     """
 
     def local_loss(params, tokens):

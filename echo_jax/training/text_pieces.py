@@ -22,7 +22,7 @@ class Piece:
 
 
 def read_pieces(path: pathlib.Path, separator: str | None) -> Iterator[Piece]:
-    """The text in pieces of at most 65,536 characters, cut behind a line if possible.
+    """The text in pieces of at most 65,536 characters, cut after a line if possible.
 
     Args:
       path: a file or a folder; ``.xz`` is unpacked, everything else is text.

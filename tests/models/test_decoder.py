@@ -202,5 +202,7 @@ def test_sizes_that_do_not_fit(changes, words):
 
 
 def test_ranks_that_do_not_divide():
-    with pytest.raises(ValueError, match=r"vocabulary=128 cannot be cut over 3 ranks"):
+    with pytest.raises(
+        ValueError, match=r"vocabulary=128 cannot be sharded over 3 ranks"
+    ):
         CONFIG.check_ranks(3)

@@ -103,7 +103,7 @@ def test_another_mesh_cuts_the_same_state_anew(tmp_path, mesh):
     again = start(tmp_path, dataclasses.replace(TINY, mesh=mesh), resume=True)
     assert same_bits(again.state, saved.state)
     notes = "".join(again.notes)
-    assert ("cut anew for 2 data x 4 tensor ranks" in notes) is not mesh.simulated
+    assert ("resharded for 2 data x 4 tensor ranks" in notes) is not mesh.simulated
     again.train(nothing, lambda: False)
     assert again.is_complete
     again.close()
@@ -131,7 +131,7 @@ def test_c22_gradients_in_4_bits_are_resumed_with_what_is_owed(tmp_path):
             tmp_path / "cut", dataclasses.replace(config, mesh=mesh), resume=True
         )
         assert same_bits(moved.state.params, whole.state.params)
-        assert "cut anew" in moved.notes[0]
+        assert "resharded" in moved.notes[0]
         assert words in moved.notes[1]
 
 
@@ -169,7 +169,7 @@ def test_c22_persistent_residuals_come_back_whole(tmp_path):
     assert same_bits(again.state.gradient_residual, state.gradient_residual)
     assert same_bits(again.state.params, state.params)
     (note,) = again.notes
-    assert "cut anew for 2 data x 2 tensor ranks" in note
+    assert "resharded for 2 data x 2 tensor ranks" in note
 
 
 def flip(path: pathlib.Path):
