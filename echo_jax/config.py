@@ -35,8 +35,8 @@ class EchoConfig:
 
     format: WireFormat = WireFormat()  # codes, blocks, rotation
     feedback: bool = True  # repay each call's rounding error in the next call
-    # A call whose x is smaller is an exact psum that also pays the residual. By static
-    # size only; 0 never takes the exact path. In bytes of the rank's x; "auto" is
+    # A call whose x has fewer bytes on a rank is an exact psum that also pays the
+    # residual. Decided by the static shape; 0 never takes the exact path. "auto" is
     # 32 MiB where JAX uses GPUs, 256 KiB elsewhere.
     min_bytes: int | Literal["auto"] = "auto"
     path: Path = "auto"  # "exact" takes the exact path whatever the size

@@ -128,6 +128,30 @@ def test_a_wrong_argument_is_one_clear_line(arguments, words, tmp_path):
     assert not list(pathlib.Path(tmp_path).iterdir())
 
 
+def help_texts(output: str) -> list[str]:
+    """Of each option, without its default; they may begin beside its name or below."""
+    texts: list[str] = []
+    for line in output.splitlines():
+        text = line.strip("│ ")
+        if re.match(r"[│ ] --\w", line):
+            texts.append(text.partition("  ")[2])
+        elif texts:
+            texts[-1] += f" {text}"
+    return [text.partition("(default")[0].strip() for text in texts]
+
+
+@pytest.mark.parametrize("command", [["train"], ["generate"], ["evaluate"], ["advise"]])
+def test_every_option_has_a_help_text_of_its_own(command, capsys, monkeypatch):
+    """One without a comment would be shown that of the option above it."""
+    monkeypatch.setenv("COLUMNS", "90")  # wide enough for one column alone
+    with pytest.raises(SystemExit):
+        cli.main([*command, "--help"])
+    texts = help_texts(capsys.readouterr().out)
+    assert len(texts) > 10
+    assert len(set(texts)) == len(texts)
+    assert all(texts)
+
+
 def test_explain_says_path_and_bytes(capsys):
     assert cli.main(["explain", "8", "64", "--min-bytes", "0"]) == 0
     output = capsys.readouterr().out

@@ -12,9 +12,6 @@ from echo_jax.plan import DepthPlan
 from echo_jax.training.gradient_plan import GradientSyncConfig
 from echo_jax.wire import WireFormat
 
-# Which sums are sent in few bits. exact: none; echo: all, forward and backward;
-# forward-only: those of the forward pass; edges: all, with 8 bits in the first two
-# layers and the last; no-feedback: all, without repaying errors.
 Variant = Literal["exact", "echo", "forward-only", "edges", "no-feedback"]
 
 
@@ -143,10 +140,13 @@ class TrainConfig:
     format: WireFormat = WireFormat()
     vocab_bits: int = 8  # bits of the embedding's and the readout's sums
     residual_dtype: ResidualDtype = "bfloat16"  # in which the residual is kept
-    backend: Backend = "auto"  # which implementation of the codec
+    backend: Backend = "auto"  # implementation of the codec
     # Bits in which gradients are averaged over the data axis, in every variant, with
     # errors repaid in the next step. None: exactly, in float32.
     gradient_bits: int | None = None
+    # Which runs are compared. exact: no sum in few bits; echo: all, forward and
+    # backward; forward-only: those of the forward pass; edges: all, with 8 bits in the
+    # first two layers and the last; no-feedback: all, without repaying errors.
     variants: tuple[Variant, ...] = ("exact", "echo", "no-feedback")
     steps: int = 200  # optimizer steps of each run
     # Steps that the device takes in one call, before anything comes back to the host:
