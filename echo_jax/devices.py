@@ -55,10 +55,12 @@ class Cluster:
         """
         if self.coordinator is None:
             return
-        where = (self.coordinator, self.processes, self.process)
+        address = None if self.coordinator == "auto" else self.coordinator
         try:
             jax.distributed.initialize(
-                *(() if self.coordinator == "auto" else where),
+                address,
+                self.processes,
+                self.process,
                 heartbeat_timeout_seconds=_HEARTBEAT_SECONDS,
                 shutdown_timeout_seconds=_HEARTBEAT_SECONDS,
             )

@@ -17,7 +17,14 @@ from echo_jax.wire.format import WireFormat
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sensitivity:
-    """How much harm each all-reduce does when it alone is quantized."""
+    """How much quantizing each all-reduce alone changes what a model predicts.
+
+    From :func:`echo_jax.models.measure_sensitivity`, for
+    :meth:`DepthPlan.from_sensitivity`.
+
+    Raises:
+      ValueError: if there is no call, or an effect is negative or NaN.
+    """
 
     effects: tuple[float, ...]  # mean KL divergence of the logits, nats a token
     bits: int  # width at which they were measured
@@ -34,10 +41,10 @@ class Sensitivity:
 class DepthPlan:
     """One :class:`EchoConfig` for each all-reduce of the layers, in order of depth.
 
-    A few calls at either end, where a rounding error does the most harm, may differ
-    from the bulk in between. Built by :meth:`uniform`, :meth:`edges` or
-    :meth:`from_sensitivity`; indexed by the call, once the number of calls is known
-    (:meth:`bind`, which our models call).
+    The first and the last calls, where a rounding error does the most harm, may differ
+    from those in between. Build a plan with :meth:`uniform`, :meth:`edges` or
+    :meth:`from_sensitivity`. It can be indexed by the call once the number of calls is
+    known (:meth:`bind`, which our models do).
 
     Example:
         >>> plan = DepthPlan.edges(EchoConfig(), num_calls=24)
@@ -51,12 +58,13 @@ class DepthPlan:
     body: EchoConfig  # every call in between
     tail: tuple[EchoConfig, ...] = ()  # the last calls
     num_calls: int | None = None  # all-reduces of the layers, in one direction
-    # Bits of the vocabulary's two sums, which are not among the calls of the layers:
-    # the embedding's, and the readout's going backward. In the latter each rank's part
-    # is nearly the same for every token, so that 4 bits round it the same way every
-    # time: a bias that training follows, and no noise that averages out.
+    # Bits of the two sums over the vocabulary, which are not among the calls of the
+    # layers: that of the embedding, and that of the readout in the backward pass. In
+    # the latter each rank's part is nearly the same for every token, so that 4 bits
+    # round it in the same direction every time: not noise, which would average out,
+    # but a bias that training follows.
     vocab_bits: int = 8
-    # The backward sums, where they are not to mirror the forward ones.
+    # A plan of its own for the backward sums; None: the forward plan, mirrored.
     mirror: "DepthPlan | None" = None
 
     def __post_init__(self):
@@ -94,9 +102,9 @@ class DepthPlan:
 
         Args:
           config: that of every call.
-          exact_final: make the last call exact; it then pays everything owed.
-          vocab_bits: bits of the vocabulary's two sums.
-          num_calls: all-reduces of the layers, if known already.
+          exact_final: make the last call exact; it then repays the whole residual.
+          vocab_bits: bits of the embedding's and the readout's sums.
+          num_calls: all-reduces of the layers in one direction, if known already.
         """
         tail = (config.exact(),) if exact_final else ()
         return cls(body=config, tail=tail, vocab_bits=vocab_bits, num_calls=num_calls)
@@ -116,18 +124,18 @@ class DepthPlan:
     ) -> "DepthPlan":
         """More bits for the layers at the ends, whose errors weigh most.
 
-        The stream is small in the first layers, so an error there is large beside it;
-        nothing repays the error of the last.
+        In the first layers the residual stream is still small, so that an error is
+        large beside it; no later call repays the error of the last one.
 
         Args:
           config: that of the layers in between.
           edge_bits: bits of the layers at the ends.
           first: layers at the start that get them.
           last: layers at the end that get them.
-          exact_final: make the last call exact; it then pays everything owed.
-          calls_per_layer: all-reduces of a layer.
-          vocab_bits: bits of the vocabulary's two sums.
-          num_calls: all-reduces of the layers, if known already.
+          exact_final: make the last call exact; it then repays the whole residual.
+          calls_per_layer: all-reduces of a layer in one direction.
+          vocab_bits: bits of the embedding's and the readout's sums.
+          num_calls: all-reduces of the layers in one direction, if known already.
 
         Raises:
           ValueError: for a negative count, or bits that no format has.
@@ -246,7 +254,12 @@ class DepthPlan:
             calls = tuple(_config_from_dict(entry) for entry in content["calls"])
             body = _config_from_dict(content["body"])
             found = {name: content[name] for name in ("model", "axis_size")}
-            vocab_bits = content["vocab_bits"]
+            plan = cls(
+                head=calls,
+                body=body,
+                vocab_bits=content["vocab_bits"],
+                num_calls=len(calls),
+            )
         except OSError as error:
             raise ValueError(
                 f"{path} cannot be read ({error.strerror}): give the file that "
@@ -263,7 +276,7 @@ class DepthPlan:
                     f"{path} is a plan for {name}={found[name]!r}, not {wanted!r}: "
                     "measure the sensitivity anew, or use DepthPlan.edges."
                 )
-        return cls(head=calls, body=body, vocab_bits=vocab_bits, num_calls=len(calls))
+        return plan
 
     @property
     def average_bits(self) -> float:
@@ -329,8 +342,13 @@ class DepthPlan:
     def residual_config(self, shape: Shape, dtype) -> EchoConfig:
         """The configuration to make the residual of calls on such a tensor with.
 
-        Without feedback where no call can owe anything: each is exact, or small, or
-        does not feed back. ``init_residual`` then makes none.
+        Has ``feedback=False`` if no call can leave a rounding error to be repaid: each
+        is exact, under ``min_bytes``, or without feedback. ``init_residual`` then
+        returns None.
+
+        Args:
+          shape: of the tensor that is summed, on one rank.
+          dtype: of that tensor.
         """
         owes = any(
             config.feedback and not takes_exact_path(shape, dtype, config)
@@ -339,10 +357,15 @@ class DepthPlan:
         return dataclasses.replace(self.body, feedback=owes)
 
     def settled(self, shape: Shape, dtype) -> "DepthPlan":
-        """The exact plan if every call on such a tensor takes the exact path.
+        """The exact plan if every call on such a tensor takes the exact path anyway.
 
-        The plan itself otherwise. Models that ask run the very program of the exact
-        plan then, so that results agree in every bit.
+        Otherwise the plan itself. A model that asks runs, for messages under
+        ``min_bytes``, the same program as with the exact plan, so that results agree
+        bit for bit.
+
+        Args:
+          shape: of the tensor that is summed, on one rank.
+          dtype: of that tensor.
         """
         configs = self._configs()
         if all(takes_exact_path(shape, dtype, config) for config in configs):

@@ -110,6 +110,14 @@ def test_refused_arguments_of_edges(arguments, message):
         DepthPlan.edges(CONFIG, **arguments)
 
 
+def test_a_file_with_a_wrong_value_is_named(tmp_path):
+    path = tmp_path / "plan.json"
+    DepthPlan.uniform(CONFIG, num_calls=2).save(path, model="m", axis_size=2)
+    path.write_text(path.read_text().replace('"vocab_bits": 8', '"vocab_bits": 5'))
+    with pytest.raises(ValueError, match=r"plan\.json is not a plan.*bits=5"):
+        DepthPlan.load(path)
+
+
 def test_a_residual_is_needed_only_where_a_call_can_owe():
     shape, dtype = (64, 64), jnp.bfloat16
     no_feedback = EchoConfig(min_bytes=0, feedback=False)

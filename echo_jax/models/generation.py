@@ -170,6 +170,8 @@ class _Steps:
     def __init__(self, model: LoadedModel, plan: DepthPlan, config: GenerationConfig):
         self._model, self._plan, self._config = model, plan, config
         self._key = jax.random.key(config.seed)
+        # Arrays, so that no value is compiled in.
+        self._settings = jnp.float32(config.temperature), jnp.float32(config.top_p)
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> tuple[jax.Array, KVCache]:
         """The first token of each, and the cache."""
@@ -206,12 +208,10 @@ class _Steps:
         return chosen, cache
 
     def _draw(self, step: int):
-        """What a draw depends on; arrays, so that no value is compiled in."""
+        """What the draw of one step depends on; None where nothing is drawn."""
         if self._config.is_greedy:
             return None
-        temperature, top_p = self._config.temperature, self._config.top_p
-        key = jax.random.fold_in(self._key, step)
-        return key, jnp.float32(temperature), jnp.float32(top_p)
+        return jax.random.fold_in(self._key, step), *self._settings
 
     def _program(self, name, local: Callable, *, num_args=1, cached=False) -> Callable:
         key = (*name, self._plan, self._config.is_greedy)

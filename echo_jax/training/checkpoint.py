@@ -1,4 +1,4 @@
-"""Training state on disk: written beside the training, checked when it is read."""
+"""Training state on disk: written in the background, verified when it is read."""
 
 import hashlib
 import json
@@ -45,10 +45,10 @@ class Identity(NamedTuple):
 class Checkpoints:
     """The checkpoints of one run in a folder of its own.
 
-    Written by orbax in the background: the step waits only until the state has left
+    Orbax writes them in the background: training waits only until the state has left
     the device. A checkpoint gets its name when all of it is on disk, so that a process
-    that is killed leaves the ones before. Each holds a fingerprint of every array,
-    compared when it is read.
+    that is killed leaves those before it intact. Each holds a checksum of every array,
+    which is compared when it is read.
 
     Args:
       folder: of this run alone.
@@ -74,8 +74,8 @@ class Checkpoints:
     def save(self, snapshot: Snapshot) -> None:
         """Starts to write a checkpoint.
 
-        An error of this one, or of the one before, is a warning. Older checkpoints go
-        only when a newer one is complete.
+        An error of this one, or of the one before it, is only a warning. Older
+        checkpoints are removed only when a newer one is complete.
         """
         import orbax.checkpoint as ocp
 
@@ -101,13 +101,15 @@ class Checkpoints:
     def restore(self, shapes: TrainState, shardings: TrainState) -> Snapshot | None:
         """The newest checkpoint that can be read; None if there is none at all.
 
-        One that cannot be read is set aside, with a warning, for the one before it. On
-        another mesh the state is resharded, and ``notes`` say so; what
-        its ranks owed is whole and as it was saved, for ``fit_state``, or None.
+        One that cannot be read is renamed, with a warning, and the one before it is
+        tried. On another mesh the state is resharded, and ``notes`` say so. The
+        residual of a gradient sync, which belongs to the ranks that saved it, is then
+        returned replicated and with the shapes it was saved with, for ``fit_state``;
+        or it is None, if its messages are other ones than those of this run.
 
         Args:
-          shapes: of the state of the run.
-          shardings: where each leaf goes.
+          shapes: shapes and dtypes of the run's state.
+          shardings: where each of its leaves goes.
 
         Raises:
           ValueError: if the run was another one, or no checkpoint can be read.
