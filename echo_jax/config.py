@@ -76,6 +76,23 @@ class EchoConfig:
         """The same call on the exact path, whatever its size; it pays the residual."""
         return dataclasses.replace(self, path="exact")
 
+    def with_bits(self, bits: int) -> "EchoConfig":
+        """The same call with codes of another width, in bits.
+
+        Raises:
+          ValueError: for a width that no format has.
+        """
+        fmt = dataclasses.replace(self.format, bits=bits)
+        return dataclasses.replace(self, format=fmt)
+
+    @property
+    def bits_per_value(self) -> float:
+        """What a value costs on the wire, scales included: 4.25 for 4 bits at block 64.
+
+        An exact call counts 16 bits, those of bfloat16.
+        """
+        return 16.0 if self.is_exact else self.format.bits_per_value
+
     @property
     def least_bytes(self) -> int:
         """``min_bytes`` as a number: "auto" is 32 MiB on GPUs and 256 KiB elsewhere.

@@ -9,32 +9,12 @@ import pathlib
 from collections.abc import Iterator
 from typing import Any
 
+from echo_jax.bit_budget import Sensitivity as Sensitivity
+from echo_jax.bit_budget import spend
 from echo_jax.collectives.traffic import takes_exact_path
 from echo_jax.config import EchoConfig
 from echo_jax.typing import Shape
 from echo_jax.wire.format import WireFormat
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Sensitivity:
-    """How much quantizing each all-reduce alone changes what a model predicts.
-
-    From :func:`echo_jax.models.measure_sensitivity`, for
-    :meth:`DepthPlan.from_sensitivity`.
-
-    Raises:
-      ValueError: if there is no call, or an effect is negative or NaN.
-    """
-
-    effects: tuple[float, ...]  # mean KL divergence of the logits, nats a token
-    bits: int  # width at which they were measured
-
-    def __post_init__(self):
-        if not self.effects or not all(effect >= 0 for effect in self.effects):
-            raise ValueError(
-                "effects must be the divergence of each call, at least 0; got "
-                f"{self.effects}."
-            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -147,7 +127,7 @@ class DepthPlan:
                 f"first={first}, last={last} and calls_per_layer={calls_per_layer} "
                 "must be integers of at least 0, 0 and 1."
             )
-        edge = _with_bits(config, edge_bits)
+        edge = config.with_bits(edge_bits)
         tail = (edge,) * (last * calls_per_layer)
         if exact_final:
             tail = (*tail[:-1], config.exact())
@@ -191,14 +171,14 @@ class DepthPlan:
         Raises:
           ValueError: if the smallest width costs more than the budget, or is no width.
         """
-        options = [_with_bits(config, width) for width in sorted(set(widths))]
-        costs = [_bits_per_value(option) for option in options]
+        options = [config.with_bits(width) for width in sorted(set(widths))]
+        costs = [option.bits_per_value for option in options]
         if not options or costs[0] > bits:
             raise ValueError(
                 f"bits={bits} is less than the smallest of widths={widths} costs, "
                 f"scales included: allow at least {costs[0] if costs else 'one width'}."
             )
-        chosen = _spend(sensitivity, options, costs, bits * len(sensitivity.effects))
+        chosen = spend(sensitivity, options, costs, bits * len(sensitivity.effects))
         return cls(
             head=tuple(options[i] for i in chosen),
             body=config,
@@ -284,7 +264,7 @@ class DepthPlan:
 
         An exact call counts 16 bits, those of bfloat16.
         """
-        costs = [_bits_per_value(config) for config in self]
+        costs = [config.bits_per_value for config in self]
         return sum(costs) / len(costs)
 
     def bind(self, num_calls: int) -> "DepthPlan":
@@ -337,7 +317,7 @@ class DepthPlan:
     @property
     def vocab(self) -> EchoConfig:
         """The configuration of the vocabulary's sum in this direction."""
-        return _with_bits(self.body, self.vocab_bits)
+        return self.body.with_bits(self.vocab_bits)
 
     def residual_config(self, shape: Shape, dtype) -> EchoConfig:
         """The configuration to make the residual of calls on such a tensor with.
@@ -408,44 +388,6 @@ class DepthPlan:
                 "are the last: use plan.bind(num_calls), two for each decoder layer."
             )
         return self.num_calls
-
-
-def _with_bits(config: EchoConfig, bits: int) -> EchoConfig:
-    """The same configuration at another width."""
-    return dataclasses.replace(
-        config, format=dataclasses.replace(config.format, bits=bits)
-    )
-
-
-def _bits_per_value(config: EchoConfig) -> float:
-    fmt = config.format
-    return 16.0 if config.is_exact else fmt.bits + 16 / fmt.block_size
-
-
-def _spend(
-    sensitivity: Sensitivity,
-    options: list[EchoConfig],
-    costs: list[float],
-    budget: float,
-) -> list[int]:
-    """For each call the index of its width, the budget in bits over all calls."""
-    steps = [(1 << option.format.bits) - 1 for option in options]
-    measured = (1 << sensitivity.bits) - 1
-    harm = [[e * (measured / step) ** 2 for step in steps] for e in sensitivity.effects]
-    chosen = [0] * len(harm)
-    left = budget - costs[0] * len(harm)
-    while True:
-        gains = [
-            ((harm[i][c] - harm[i][c + 1]) / (costs[c + 1] - costs[c]), i)
-            for i, c in enumerate(chosen)
-            # A rounding error of the sums must not forbid what just fits.
-            if c + 1 < len(costs) and costs[c + 1] - costs[c] <= left + 1e-6
-        ]
-        if not gains:
-            return chosen
-        _, call = max(gains, key=lambda gain: (gain[0], -gain[1]))
-        left -= costs[chosen[call] + 1] - costs[chosen[call]]
-        chosen[call] += 1
 
 
 def _config_from_dict(entry: dict[str, Any]) -> EchoConfig:

@@ -23,6 +23,16 @@ def test_config_is_frozen_hashable_and_keyword_only():
         EchoConfig(WireFormat())
 
 
+def test_another_width_changes_nothing_else():
+    config = EchoConfig(min_bytes=7, format=WireFormat(block_size=32))
+    wide = config.with_bits(8)
+    assert wide.bits_per_value == 8 + 16 / 32
+    assert wide.with_bits(4) == config
+    assert config.exact().bits_per_value == 16
+    with pytest.raises(ValueError, match="bits=5"):
+        config.with_bits(5)
+
+
 @pytest.mark.usefixtures("as_shipped")
 @pytest.mark.parametrize("dtype", ["bfloat16", jnp.bfloat16, jnp.dtype("bfloat16")])
 def test_residual_dtype_may_be_given_as_any_dtype(dtype):

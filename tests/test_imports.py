@@ -16,6 +16,7 @@ ORDER = (
     "kernels",
     "residual",
     "collectives",
+    "bit_budget",
     "plan",
     "layers",
     "models",

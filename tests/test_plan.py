@@ -1,7 +1,10 @@
+import math
+
 import jax.numpy as jnp
 import pytest
 
 from echo_jax import DepthPlan, EchoConfig, WireFormat
+from echo_jax.plan import Sensitivity
 
 CONFIG = EchoConfig(min_bytes=0)
 
@@ -116,6 +119,14 @@ def test_a_file_with_a_wrong_value_is_named(tmp_path):
     path.write_text(path.read_text().replace('"vocab_bits": 8', '"vocab_bits": 5'))
     with pytest.raises(ValueError, match=r"plan\.json is not a plan.*bits=5"):
         DepthPlan.load(path)
+
+
+@pytest.mark.parametrize("effect", [-1.0, math.nan, math.inf])
+def test_harm_that_cannot_be_compared_is_refused(effect):
+    with pytest.raises(ValueError, match="divergence of each call"):
+        Sensitivity(effects=(1.0, effect), bits=4)
+    with pytest.raises(ValueError, match="bits=0"):
+        Sensitivity(effects=(1.0,), bits=0)
 
 
 def test_a_residual_is_needed_only_where_a_call_can_owe():

@@ -151,5 +151,4 @@ class _State:
 
     def _neighbour(self, config: EchoConfig, wider: bool) -> EchoConfig:
         place = self.widths.index(config.format.bits) + (1 if wider else -1)
-        fmt = dataclasses.replace(config.format, bits=self.widths[place])
-        return dataclasses.replace(config, format=fmt)
+        return config.with_bits(self.widths[place])
