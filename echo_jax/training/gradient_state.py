@@ -1,4 +1,4 @@
-"""What data ranks owe each other from step to step, and what a new mesh does to it."""
+"""The residual of a gradient sync: its pytree, and how it moves to another mesh."""
 
 import warnings
 from typing import Any, NamedTuple
@@ -14,18 +14,23 @@ from echo_jax.wire.compact import Compact
 class GradientSyncState(NamedTuple):
     """The residuals of a :class:`~echo_jax.training.GradientSync`, one a bucket.
 
-    A pytree of arrays for a jitted training state and its checkpoints. Every leaf has
-    an axis in front along which the ranks' own parts lie, data ranks first:
-    ``GradientSync.state_spec`` is the spec of all of them.
+    A pytree of arrays that belongs in the training state and its checkpoints. Every
+    leaf has a leading axis of all ranks of the mesh, data ranks slowest, along which it
+    is sharded: ``GradientSync.state_spec`` is the spec of all leaves.
     """
 
-    layout: Any  # a number for what the residuals belong to, the data axis apart
+    # (ranks,): a checksum of the buckets and the format that the residuals belong to;
+    # the same for every number of data ranks.
+    layout: Any
     send: tuple  # of each bucket (ranks, data_ranks, blocks, block_size)
     reduce: tuple  # of each bucket (ranks, blocks, block_size)
 
 
 def residual_rms(state: GradientSyncState) -> Float[Array, ""]:
-    """Root mean square of what senders owe, in sums over data ranks."""
+    """Root mean square of the send residuals, over all ranks and buckets.
+
+    Of a sum over data ranks, not of their mean. Zero without any bucket.
+    """
     squares, count = jnp.zeros(()), 0
     for part in state.send:
         values = compact.expand(part)
@@ -36,20 +41,22 @@ def residual_rms(state: GradientSyncState) -> Float[Array, ""]:
 def fit_state(
     saved: GradientSyncState | None, fresh: GradientSyncState
 ) -> tuple[GradientSyncState, str | None]:
-    """A saved state on the mesh of today. What does not fit is said, never silent.
+    """Moves a saved state to another mesh, or starts from zero; never silently.
 
-    Where only the number of data ranks differs, each new rank owes the mean over the
-    old ranks of all that they owed, so that the mean gradient is repaid as it would
-    have been. Where anything else does (parameters, tensor ranks, format, buckets), and
-    for residuals in one byte or half a byte, nothing can be carried over.
+    If only the number of data ranks differs, each new rank owes the mean over the old
+    ranks of what they owed: the mean gradient is then repaid what it would have been
+    repaid. If anything else differs (parameters, tensor ranks, format, buckets), and
+    for residuals stored in one byte or half a byte, nothing can be carried over.
+
+    Sharding: the result is sharded like ``fresh``.
 
     Args:
-      saved: from a checkpoint, whole arrays on any mesh; None if it has none.
+      saved: from a checkpoint, replicated arrays on any mesh; None if it has none.
       fresh: from :meth:`GradientSync.create`, on the mesh to be used.
 
     Returns:
-      ``(state, words)``: laid out like ``fresh``; what happened to the residuals, also
-      issued as a warning, or None if they are as they were.
+      ``(state, words)``: the state, and what happened to the residuals in words, which
+      is also issued as a warning; None if they are as they were saved.
 
     Example:
         >>> state, words = fit_state(saved, sync.create(params, mesh))

@@ -17,7 +17,7 @@ from echo_jax.training.source import open_source
 
 
 def prepare(config: TrainConfig) -> Comparison:
-    """Reads the text and lays out the mesh. Computes nothing.
+    """Reads the text and makes the mesh. Computes nothing on the device.
 
     Raises:
       ValueError: if text, mesh or sizes do not fit.
@@ -42,8 +42,10 @@ def compare(
       runs: from :func:`prepare`.
       writer: takes each figure as soon as it is measured.
       progress: called after each step.
-      resume: go on from the newest checkpoints; what is complete is only evaluated.
-      notify: told in words where a run goes on, and what that changed.
+      resume: continue from the newest checkpoints; a variant that is complete is only
+        evaluated.
+      notify: called with a sentence where a run is continued, and for each thing that
+        continuing it changed.
 
     Returns:
       The results so far, and whether Ctrl-C (or SIGTERM) stopped the runs early.

@@ -47,9 +47,15 @@ class Feeder:
         self.rows = slice(min(s.start for s in spans), max(s.stop for s in spans))
 
     def place(self, rows: Batch) -> jax.Array:
-        """A batch over the mesh from this process's ``rows`` of it.
+        """A batch, sharded over the data axis, from this process's ``rows`` of it.
 
-        A stack of batches too: the last axis but one is that of the rows.
+        Args:
+          rows: int32 ``(rows, length + 1)``, or ``(steps, rows, length + 1)`` for the
+            batches of several steps.
+
+        Returns:
+          A global array ``(batch_size, length + 1)``, with the same leading axis if
+          there is one.
         """
         rows = np.asarray(rows)
         lead = rows.ndim - 2

@@ -23,11 +23,11 @@ from echo_jax.training.ranks import AXES, AnyMesh, on_ranks, placement
 class TrainState(NamedTuple):
     """Everything that changes from step to step."""
 
-    step: Any  # steps taken, a scalar
+    step: Any  # steps taken, an int32 scalar
     params: Any  # nested dict of arrays, sharded over the tensor axis
     opt_state: Any  # the optimizer's, sharded like the parameters
-    key: Any = None  # data of a random key, for what draws during training
-    gradient_residual: Any = None  # GradientSyncState of a sync in few bits; or None
+    key: Any = None  # uint32 data of a random key, for what is drawn during training
+    gradient_residual: Any = None  # GradientSyncState; None for exact means
 
 
 class ModelParts(NamedTuple):
@@ -47,14 +47,24 @@ def create_state(
     *,
     gradients: GradientSyncConfig | None = None,
 ) -> tuple[TrainState, ModelParts]:
-    """Draws the parameters straight onto the mesh, the same for every mesh.
+    """Draws parameters and optimizer state straight onto the mesh.
+
+    The parameters depend on the seed alone, not on the mesh.
 
     Args:
       config: the decoder.
       optimizer: from ``make_optimizer``, or any other.
       mesh: from ``make_mesh``.
       seed: of the parameters.
-      gradients: how gradients cross the data axis; None for exact sums.
+      gradients: how gradients cross the data axis; None for exact means.
+
+    Returns:
+      ``(state, parts)``: arrays, sharded as ``parts.shardings`` says, and everything
+      static that ``make_train_step`` needs beside them.
+
+    Example:
+        >>> mesh = make_mesh(MeshConfig(data_ranks=1, tensor_ranks=1))
+        >>> state, parts = create_state(DecoderConfig(), optax.sgd(0.1), mesh, 0)
     """
     _, parts = state_shapes(config, optimizer, mesh, seed, gradients=gradients)
     init = _initializer(config, optimizer, mesh, seed, parts.sync)
