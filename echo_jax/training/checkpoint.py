@@ -113,6 +113,8 @@ class Checkpoints:
 
         Raises:
           ValueError: if the run was another one, or no checkpoint can be read.
+          MemoryError, jax.errors.JaxRuntimeError: if host or device have no room for
+            the state. No checkpoint is renamed then.
         """
         steps, failure = self.steps(), None
         for step in reversed(steps):
@@ -120,8 +122,8 @@ class Checkpoints:
                 meta = self._read_meta(step)
                 self._check_identity(meta)
                 return self._snapshot(step, meta, shapes, shardings)
-            except _AnotherRun:
-                raise
+            except (_AnotherRun, MemoryError, jax.errors.JaxRuntimeError):
+                raise  # a device without room says nothing about the files
             except Exception as error:
                 # What a damaged file raises depends on where it is damaged.
                 self._set_aside(step, error)

@@ -237,6 +237,21 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(saved, damage, item):
     checkpoints.close()
 
 
+@pytest.mark.parametrize("error", [MemoryError, jax.errors.JaxRuntimeError])
+def test_a_device_without_memory_costs_no_checkpoint(saved, monkeypatch, error):
+    """A mesh that is too small says nothing about the files."""
+    checkpoints, restore = saved
+
+    def exhausted(*_):
+        raise error("RESOURCE_EXHAUSTED")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoints, "_read", exhausted)
+        with pytest.raises(error, match="RESOURCE_EXHAUSTED"):
+            restore()
+    assert same_bits(restore().state, small_state(4))
+
+
 def test_what_a_killed_writer_left_is_no_checkpoint(saved):
     checkpoints, restore = saved
     left = checkpoints.folder / "6.orbax-checkpoint-tmp"
