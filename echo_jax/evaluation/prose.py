@@ -15,14 +15,15 @@ from echo_jax.plan import DepthPlan
 
 
 class Prose:
-    """Windows of text under exact sums, to compare plans with.
+    """Windows of running text on which plans are compared with exact sums.
 
-    Which plan runs is an argument of one compiled program; the exact stream is kept on
-    the device, not its logits.
+    Which plan runs is an argument of one compiled program. What is kept on the device
+    for the comparison is the residual stream under exact sums, not its logits, which
+    are far larger.
 
     Args:
       model: from :func:`echo_jax.models.load`.
-      windows: token ids, one more a window than are predicted.
+      windows: int32 token ids ``(windows, length)``; ``length - 1`` are predicted.
       exact_plan: what the others are compared with.
       plans: what :meth:`measure` may be asked for, or plans of the same
         configurations; those with feedback share block size and rotation.

@@ -18,13 +18,13 @@ from echo_jax.models.tokenizer import TextTokenizer
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Questions:
-    """Requests of a set, all choices of the first question in front."""
+    """A set as requests: a request for each choice, question after question."""
 
     name: str  # of the set
     metric: Metric
     requests: Sequence[Request]
     choices: Int[np.ndarray, "questions"]  # how many each question has
-    gold: Int[np.ndarray, "questions"]  # the right one of each
+    gold: Int[np.ndarray, "questions"]  # index of the right choice
     characters: Int[np.ndarray, "requests"]  # length of each choice as text
 
     def __len__(self) -> int:

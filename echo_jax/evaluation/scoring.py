@@ -36,28 +36,30 @@ class Request(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """Of each request: how likely its continuation is, and whether greedy finds it."""
+    """Of each request: how likely its continuation is, and whether it is greedy."""
 
     log_likelihoods: Float[np.ndarray, "requests"]  # nats, summed over the continuation
-    is_greedy: Bool[np.ndarray, "requests"]  # no token is likelier at any place
+    # Whether greedy decoding would write the continuation: at none of its positions is
+    # another token likelier.
+    is_greedy: Bool[np.ndarray, "requests"]
 
 
 class Scorer:
     """Scores requests under any of a few plans.
 
-    Requests are sorted into buckets of length; a batch of a bucket always has the same
-    shape, and every call is quantized whatever its size. A score therefore depends on
-    nothing but the request, bit for bit. Which plan runs is an argument of the
-    programs, which are compiled once a bucket. Logits are float32 also where the model
-    is bfloat16.
+    Requests are grouped by length into buckets. All batches of a bucket have the same
+    shape, and every call is quantized whatever its size, so that a score depends on
+    nothing but the request, bit for bit. Which plan runs is an argument of the compiled
+    programs, of which there are two for each bucket. Logits are float32 even if the
+    model is bfloat16.
 
     Args:
       model: from :func:`echo_jax.models.load`.
       plans: what :meth:`score` may be asked for; those with feedback share block size
         and rotation.
       batch_tokens: tokens of a batch, padding included.
-      lengths: the buckets, in ascending order; longer requests lose the start of their
-        context, as they do where the model ends.
+      lengths: of the buckets in tokens, ascending. Requests longer than the last, or
+        than the model's positions, lose the start of their context.
 
     Raises:
       ValueError: for plans that cannot share a residual, when the first is scored.

@@ -50,7 +50,7 @@ class Item(NamedTuple):
 
     contexts: tuple[str, ...]
     continuations: tuple[str, ...]  # with their leading blanks
-    gold: int  # the right one
+    gold: int  # index of the right choice
 
     @property
     def characters(self) -> tuple[int, ...]:
