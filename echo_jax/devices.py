@@ -6,6 +6,7 @@ import pathlib
 from typing import Literal
 
 import jax
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AxisType, Mesh
 
 Device = Literal["cpu", "default"]
@@ -131,11 +132,15 @@ def use_cpu_devices(count: int) -> None:
 def use_compilation_cache(folder: pathlib.Path) -> None:
     """Keeps every compiled program in a folder, for this process and later ones.
 
+    Works after programs have been compiled too, also into another folder.
+
     Raises:
       ValueError: if it is a file.
     """
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"compilation_cache={folder} is a file: give a folder.")
+    # JAX opens its cache at the first compilation and would keep to that folder.
+    compilation_cache.reset_cache()
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
