@@ -123,7 +123,9 @@ def write_variant(
         "plan": variant.name,
         **dataclasses.asdict(variant.form),
         "bits_per_value": variant.bits_per_value,
-        "calls": [[list(rounding) for rounding in call] for call in variant.calls],
+        "calls": [[rounding.bits for rounding in call] for call in variant.calls],
+        # Alike in all calls.
+        **{key: getattr(variant.calls[0][0], key) for key in Rounding._fields[1:]},
         "tokens": settings.windows * settings.window,
         "calibrated": variant.calibrated,
         **{key: getattr(settings, key) for key in ("ranks", "dtype", "precision")},
@@ -198,7 +200,7 @@ def run(settings: Settings, model: models.LoadedModel, calibrating, judging) -> 
     effects = functools.cache(effects)
     made = (
         *fixed_variants(calls, width),
-        *measured_variants(effects, settings.budgets, width),
+        *measured_variants(effects, settings.budgets),
     )
     for name, make in made:
         if base is not None and not any(

@@ -91,6 +91,10 @@ def fixed_variants(calls: int, width: int) -> Iterator[tuple[str, Callable]]:
         for fraction in (2, 3):
             name = f"{BASELINE}, block {size}, scale in a byte ({fraction} of fraction)"
             yield variant(name, edges(), form, fraction=fraction)
+    for name, form, kinds in codes():
+        yield variant(f"{BASELINE}, {name}", edges(), form, **kinds)
+        bits = graded(calls, *GRADED[1][1:])
+        yield variant(f"{GRADED[1][0]}, {name}", bits, form, **kinds)
     for kept, place in ((1, "model"), (1, "rotated"), (2, "model")):
         name = f"{BASELINE}, {kept} of a block kept, {place}"
         yield variant(name, edges(), Form(coordinates=place), kept=kept)
@@ -103,30 +107,61 @@ def fixed_variants(calls: int, width: int) -> Iterator[tuple[str, Callable]]:
     yield variant("uniform, 2 of a token kept", uniform(), row, kept=2)
 
 
+def codes() -> Iterator[tuple[str, Form, dict]]:
+    """Other levels, other ways to find a scale: name, form, fields of a rounding."""
+    wide, small, large = (Form(block_size=b, span=b) for b in (64, 32, 128))
+    best, uneven = {"scales": 2}, {"uneven": 1}
+    byte = {"fraction": BYTE, "scales": 3}
+    yield "best of 2 scales", wide, best
+    yield "best of 3 scales", wide, {"scales": 3}
+    yield "uneven levels", wide, uneven
+    yield "uneven levels, best of 2 scales", wide, best | uneven
+    yield "block 128, uneven levels, best of 2 scales", large, best | uneven
+    yield "block 32, scale in a byte, best of 3", small, byte
+    yield "block 32, scale in a byte, best of 3, uneven levels", small, byte | uneven
+
+
 def measured_variants(
-    effects: Callable, budgets: Sequence[float], width: int
+    effects: Callable, budgets: Sequence[float]
 ) -> Iterator[tuple[str, Callable]]:
     """Plans by the effect of each rounding, with more and more to choose from."""
     wide, small = Form(), Form(block_size=32, span=32)
+    best, byte = {"scales": 2}, {"fraction": BYTE, "scales": 3}
+    uneven = {"uneven": 1}
+
+    def make(name, form, widths, apart, kinds, budget):
+        spare = budget - form.cost(Rounding(bits=0, **kinds))
+        bits = spend(effects(form), widths, spare, apart=apart)
+        calls = calls_of(bits, **kinds)
+        return Variant(name=name, form=form, calls=calls, calibrated=True)
+
     for budget in budgets:
-        for name, form, widths, apart, fraction in (
-            ("as in the library", wide, LIBRARY_WIDTHS, False, 7),
-            ("5 bits too", wide, WIDTHS, False, 7),
-            ("roundings apart", wide, LIBRARY_WIDTHS, True, 7),
-            ("roundings apart, 5 bits too", wide, WIDTHS, True, 7),
-            ("block 32, scale in a byte", small, LIBRARY_WIDTHS, False, BYTE),
-            ("block 32, scale in a byte, apart, 5 bits too", small, WIDTHS, True, BYTE),
+        for name, *kinds in (
+            ("as in the library", wide, LIBRARY_WIDTHS, False, {}),
+            ("5 bits too", wide, WIDTHS, False, {}),
+            ("roundings apart", wide, LIBRARY_WIDTHS, True, {}),
+            ("roundings apart, 5 bits too", wide, WIDTHS, True, {}),
+            ("best of 2 scales", wide, LIBRARY_WIDTHS, False, best),
+            ("best of 2 scales, apart, 5 bits too", wide, WIDTHS, True, best),
+            ("uneven, best of 2 scales", wide, LIBRARY_WIDTHS, False, best | uneven),
+            ("block 32, byte, best of 3", small, LIBRARY_WIDTHS, False, byte),
+            (
+                "block 32, byte, best of 3, uneven",
+                small,
+                LIBRARY_WIDTHS,
+                False,
+                byte | uneven,
+            ),
+            (
+                "block 32, byte, best of 3, uneven, apart, 5 bits too",
+                small,
+                WIDTHS,
+                True,
+                byte | uneven,
+            ),
         ):
             name = f"by sensitivity, {name}, {budget} bits"
-
-            def make(name=name, form=form, widths=widths, apart=apart, f=fraction):
-                harm = effects(form)
-                spare = budget - form.cost(Rounding(bits=0, fraction=f))
-                bits = spend(harm, widths, spare, apart=apart)
-                calls = calls_of(bits, fraction=f)
-                return Variant(name=name, form=form, calls=calls, calibrated=True)
-
-            yield name, make
+            yield name, functools.partial(make, name, *kinds, budget)
 
 
 def spend(effects: np.ndarray, widths: Sequence[int], budget: float, *, apart: bool):

@@ -1,5 +1,6 @@
 """Sums that experiments/benchmark_variants.py plays, held against the library's."""
 
+import dataclasses
 import functools
 import pathlib
 import sys
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 import echo_jax as echo
+from echo_jax.wire.rotation import rotate, unrotate
 from tests.ranks import bits_of, draw
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "experiments"))
@@ -17,36 +19,36 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "experiments"))
 from variants.call import Form, Rounding, keep_largest, round_blocks, sum_ranks
 from variants.plans import Variant, bits_of_edges, calls_of, spend
 
-RANKS, CALLS = 3, 4
-WIDE = Form(block_size=32, span=64)
+RANKS = 3
+FORM = Form(block_size=32, span=64)
 
 
-def over_ranks(call, config):
-    """The outputs and the residual of some calls in a row on simulated ranks."""
+def test_with_nothing_chosen_sums_are_the_library_s():
+    """Several calls in a row, each of its own width."""
+    widths = (3, 4, 8)
+    x = draw(0, RANKS, len(widths), 7, 96)
 
-    def rank(x):
-        residual = echo.init_residual(x[0], "tensor", config=config)
-        outs = []
-        for part in x:
-            y, residual = call(part, residual)
-            outs.append(y)
-        return jnp.stack(outs), residual.send, residual.reduce
+    def library(bits, x, residual):
+        fmt = dataclasses.replace(FORM.format, bits=bits)
+        config = dataclasses.replace(FORM.config, format=fmt)
+        return echo.echo_psum(x, residual, "tensor", config=config)
 
-    return jax.jit(jax.vmap(rank, axis_name="tensor"))
+    def own(bits, x, residual):
+        told = jnp.array([Rounding(bits=bits)] * 2)
+        return sum_ranks(told, x, residual, form=FORM, axis_name="tensor")
 
+    def rank(x, call):
+        residual, sums = echo.init_residual(x[0], "tensor", config=FORM.config), []
+        for bits, part in zip(widths, x, strict=True):
+            y, residual = call(bits, part, residual)
+            sums.append(y)
+        return jnp.stack(sums), residual.send, residual.reduce
 
-@pytest.mark.parametrize("bits", [3, 4, 8])
-def test_with_nothing_chosen_sums_are_the_library_s(bits):
-    form = Form(block_size=32, span=32)
-    x = draw(0, RANKS, CALLS, 7, 96)
-    fmt = echo.WireFormat(block_size=32, bits=bits)
-    config = echo.EchoConfig(format=fmt, min_bytes=0, backend="xla")
-    library = functools.partial(echo.echo_psum, axis_name="tensor", config=config)
-    told = np.array([Rounding(bits=bits)] * 2)
-    own = functools.partial(sum_ranks, told, form=form, axis_name="tensor")
-    for found, wanted in zip(
-        over_ranks(own, config)(x), over_ranks(library, config)(x), strict=True
-    ):
+    def run(call):
+        over_ranks = jax.vmap(functools.partial(rank, call=call), axis_name="tensor")
+        return jax.jit(over_ranks)(x)
+
+    for found, wanted in zip(run(own), run(library), strict=True):
         np.testing.assert_array_equal(bits_of(found), bits_of(wanted))
 
 
@@ -54,8 +56,8 @@ def test_an_exact_sum_pays_what_is_owed():
     x = draw(1, RANKS, 2, 7, 96)
 
     def both(x):
-        residual = echo.init_residual(x[0], "tensor", config=WIDE.config)
-        sums = functools.partial(sum_ranks, form=WIDE, axis_name="tensor")
+        residual = echo.init_residual(x[0], "tensor", config=FORM.config)
+        sums = functools.partial(sum_ranks, form=FORM, axis_name="tensor")
         first, residual = sums(np.array([Rounding()] * 2), x[0], residual)
         second, _ = sums(np.array([Rounding(bits=0)] * 2), x[1], residual)
         return first + second
@@ -65,31 +67,27 @@ def test_an_exact_sum_pays_what_is_owed():
     np.testing.assert_allclose(found[0], x.sum((0, 1)), atol=2e-3, rtol=0)
 
 
-@pytest.mark.parametrize("rotate", [True, False])
-def test_the_largest_values_of_a_span_arrive_in_bfloat16(rotate):
-    form = Form(block_size=32, span=64, rotate=rotate)
+@pytest.mark.parametrize("rotated", [True, False])
+def test_the_largest_values_of_a_span_arrive_in_bfloat16(rotated):
+    form = Form(block_size=32, span=64, rotate=rotated)
     x = np.array(draw(2, 3, 6, 32))
     x[1, 2, 5], x[1, 3, 7] = 1e4, -5e3  # one span
-    values = x if not rotate else np.array(echo.wire.rotation.rotate(x, form.format))
-    one = np.array(keep_largest(values, 1, form))
-    kept = (
-        one
-        if not rotate
-        else np.array(echo.wire.rotation.unrotate(jnp.array(one), form.format))
-    )
+    values = rotate(jnp.array(x), form.format)
+    kept = np.array(unrotate(keep_largest(values, 1, form), form.format))
     for span, found in zip(x.reshape(-1, 64), kept.reshape(-1, 64), strict=True):
         place = np.abs(span).argmax()
         assert found[place] == pytest.approx(span[place], rel=2**-8)
         assert np.abs(np.delete(found, place)).max() <= 1e-6 * np.abs(span).max()
     errors = [
         np.abs(round_blocks(values, Rounding(kept=count), form) - values)[1].max()
-        for count in range(3)
+        for count in (0, 2)
     ]
-    assert errors[2] < errors[1] / 50 < errors[0] / 50
+    # What is left of 1e4 in bfloat16 stays in the rest, and is rounded with it.
+    assert errors[1] < errors[0] / (10 if rotated else 50)
 
 
 def test_a_scale_in_a_byte_misses_by_little_more():
-    form, x = Form(), draw(3, 200, 64)
+    form, x = Form(), jnp.array(draw(3, 200, 64))
     found = round_blocks(x, Rounding(fraction=2), form)
     peak = np.abs(x).max(-1, keepdims=True)
     # The scale is off by an eighth of itself at most, either way.
@@ -109,9 +107,9 @@ def test_bits_are_counted_for_both_roundings():
 
 
 def test_spending_is_the_library_s_where_roundings_are_alike():
-    effects = np.array(np.abs(draw(4, 20, 2)))
+    effects = np.abs(np.array(draw(4, 20, 2), float))
     found = spend(effects, (3, 4, 6, 8), 4.5 - 0.25, apart=False)
-    sensitivity = echo.plan.Sensitivity(effects=tuple(effects.sum(1)), bits=4)
+    sensitivity = echo.plan.Sensitivity(effects=tuple(effects.sum(1).tolist()), bits=4)
     plan = echo.DepthPlan.from_sensitivity(sensitivity, bits=4.5)
     assert found[:, 0].tolist() == [call.format.bits for call in plan]
     apart = spend(effects, (3, 4, 5, 6, 8), 4.25, apart=True)
