@@ -40,7 +40,7 @@ class Settings:
     model: pathlib.Path | None = None  # GGUF file, or folder with safetensors
     questions: pathlib.Path = pathlib.Path("questions.npz")  # benchmark_questions.py's
     only: tuple[str, ...] = ()  # variants whose name contains one of these; else all
-    budgets: tuple[float, ...] = (4.25, 4.5, 4.65)  # of plans by sensitivity
+    budgets: tuple[float, ...] = (4.5, 4.65)  # of plans by sensitivity
     ranks: int = 3  # simulated
     dtype: str = "float32"  # of parameters, computation and partial sums
     precision: str = "highest"  # of matrix products
