@@ -164,7 +164,7 @@ def shrink(settings: Settings) -> Settings:
     return dataclasses.replace(
         settings,
         model=benchmark_parity.TINY_MODEL,
-        only=(BASELINE, "4 and 5", "kept", "in a byte", "by sensitivity"),
+        only=("graded 3 1, uneven levels", "sensitivity, roundings apart,"),
         budgets=(4.5,),
         ranks=2,
         windows=2,
