@@ -53,7 +53,7 @@ SECTIONS = (
      "The same model and prose on a CPU, in float32 with three simulated ranks: few "
      "tokens, so compare the changes against the default plan, which are taken window "
      "by window. Bits count everything: both roundings on average, scales, kept values "
-     "and their places. None of these but the plans is in the library. *4 and 5 bits*: "
+     "and their places. Of these only plans of even widths are in the library. *4 and 5 bits*: "
      "what ranks send, and the sum that they get back. *Best of 2 scales*: the sender "
      "takes, for each block, the scale with the smaller error; the format stays as it "
      "is. *Uneven levels*: closer near zero, as rotated values are. *Kept*: the "

@@ -200,7 +200,7 @@ def run(settings: Settings, model: models.LoadedModel, calibrating, judging) -> 
     effects = functools.cache(effects)
     made = (
         *fixed_variants(calls, width),
-        *measured_variants(effects, settings.budgets),
+        *measured_variants(effects, settings.budgets, width),
     )
     for name, make in made:
         if base is not None and not any(

@@ -23,6 +23,11 @@ GRADED = (
     ("graded 4 1", (6, 6, 6, 6, 6, 6, 6, 6), (6, 8)),
     ("graded 4 1, 8 first", (8, 6, 6, 6, 6, 6, 6, 6), (6, 8)),
 )
+# Under 4.5 bits with a value of each token kept.
+KEEPING = (
+    ("six of 6 bits", (6, 6, 6, 6), (6, 6)),
+    ("four of 6 bits, 8 last", (6, 6, 6), (6, 8)),
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -105,7 +110,21 @@ def fixed_variants(calls: int, width: int) -> Iterator[tuple[str, Callable]]:
     row = Form(span=-(-width // 64) * 64)
     for kept in (1, 2, 4):
         yield variant(f"{BASELINE}, {kept} of a token kept", edges(), row, kept=kept)
+    name, *ends = GRADED[1]
+    for kept in (1, 2):
+        kinds = {"kept": kept, "uneven": 1, "scales": 2}
+        words = f"{name}, {kept} of a token kept"
+        yield variant(words, graded(calls, *ends), row, kept=kept)
+        words = f"{words}, uneven levels, best of 2 scales"
+        yield variant(words, graded(calls, *ends), row, **kinds)
     yield variant("uniform, 2 of a token kept", uniform(), row, kept=2)
+    small = Form(block_size=32, span=row.span)
+    for name, head, tail in KEEPING:
+        bits, kinds = graded(calls, head, tail), {"kept": 1, "uneven": 1}
+        words = f"{name}, 1 of a token kept, uneven levels, best of"
+        yield variant(f"{words} 2 scales", bits, row, scales=2, **kinds)
+        words = f"{words} 3, block 32, scale in a byte"
+        yield variant(words, bits, small, scales=3, fraction=BYTE, **kinds)
 
 
 def codes() -> Iterator[tuple[str, Form, dict]]:
@@ -123,16 +142,13 @@ def codes() -> Iterator[tuple[str, Form, dict]]:
 
 
 def measured_variants(
-    effects: Callable, budgets: Sequence[float]
+    effects: Callable, budgets: Sequence[float], width: int
 ) -> Iterator[tuple[str, Callable]]:
     """Plans by the effect of each rounding, with more and more to choose from.
 
     The effects are those of even levels in blocks of 64: which calls matter is the
     model's, not the code's.
     """
-    wide, small = Form(), Form(block_size=32, span=32)
-    best, byte = {"scales": 2}, {"fraction": BYTE, "scales": 3}
-    uneven = {"uneven": 1}
 
     def make(name, form, widths, apart, kinds, budget):
         spare = budget - form.cost(Rounding(bits=0, **kinds))
@@ -141,32 +157,35 @@ def measured_variants(
         return Variant(name=name, form=form, calls=calls, calibrated=True)
 
     for budget in budgets:
-        for name, *kinds in (
-            ("as in the library", wide, LIBRARY_WIDTHS, False, {}),
-            ("5 bits too", wide, WIDTHS, False, {}),
-            ("roundings apart", wide, LIBRARY_WIDTHS, True, {}),
-            ("roundings apart, 5 bits too", wide, WIDTHS, True, {}),
-            ("best of 2 scales", wide, LIBRARY_WIDTHS, False, best),
-            ("best of 2 scales, apart, 5 bits too", wide, WIDTHS, True, best),
-            ("uneven, best of 2 scales", wide, LIBRARY_WIDTHS, False, best | uneven),
-            ("block 32, byte, best of 3", small, LIBRARY_WIDTHS, False, byte),
-            (
-                "block 32, byte, best of 3, uneven",
-                small,
-                LIBRARY_WIDTHS,
-                False,
-                byte | uneven,
-            ),
-            (
-                "block 32, byte, best of 3, uneven, apart, 5 bits too",
-                small,
-                WIDTHS,
-                True,
-                byte | uneven,
-            ),
-        ):
+        for name, *kinds in spendings(width):
             name = f"by sensitivity, {name}, {budget} bits"
             yield name, functools.partial(make, name, *kinds, budget)
+
+
+def spendings(width: int) -> Iterator[tuple[str, Form, Sequence[int], bool, dict]]:
+    """Name, form, widths, whether roundings have widths apart, fields of a rounding."""
+    library, span = LIBRARY_WIDTHS, -(-width // 64) * 64
+    wide, small = Form(), Form(block_size=32, span=32)
+    row, small_row = Form(span=span), Form(block_size=32, span=span)
+    best, uneven = {"scales": 2}, {"uneven": 1}
+    byte = {"fraction": BYTE, "scales": 3}
+    yield "as in the library", wide, library, False, {}
+    yield "5 bits too", wide, WIDTHS, False, {}
+    yield "roundings apart", wide, library, True, {}
+    yield "roundings apart, 5 bits too", wide, WIDTHS, True, {}
+    yield "best of 2 scales", wide, library, False, best
+    yield "best of 2 scales, apart, 5 bits too", wide, WIDTHS, True, best
+    yield "uneven, best of 2 scales", wide, library, False, best | uneven
+    yield "block 32, byte, best of 3", small, library, False, byte
+    name = "block 32, byte, best of 3, uneven"
+    yield name, small, library, False, byte | uneven
+    yield f"{name}, apart, 5 bits too", small, WIDTHS, True, byte | uneven
+    kept = {"kept": 1}
+    yield "1 of a token kept", row, library, False, kept
+    name = "1 of a token kept, uneven, best of 2 scales, 5 bits too"
+    yield name, row, WIDTHS, False, kept | best | uneven
+    name = "1 of a token kept, block 32, byte, best of 3, uneven, 5 bits too"
+    yield name, small_row, WIDTHS, False, kept | byte | uneven
 
 
 def spend(effects: np.ndarray, widths: Sequence[int], budget: float, *, apart: bool):
