@@ -53,12 +53,14 @@ SECTIONS = (
      "The same model and prose on a CPU, in float32 with three simulated ranks: few "
      "tokens, so compare the changes against the default plan, which are taken window "
      "by window. Bits count everything: both roundings on average, scales, kept values "
-     "and their places. Of these only plans of even widths are in the library. *4 and 5 bits*: "
-     "what ranks send, and the sum that they get back. *Best of 2 scales*: the sender "
-     "takes, for each block, the scale with the smaller error; the format stays as it "
-     "is. *Uneven levels*: closer near zero, as rotated values are. *Kept*: the "
-     "largest values travel in bfloat16 beside the codes. *Graded*: edges in 6 bits, "
-     "the last call in 8."),
+     "and their places. The library has the plans of its own widths and the block "
+     "sizes; the rest would be new. *4 and 5 bits*: what ranks send, and the sum that "
+     "they get back. *Best of 2 scales*: the sender takes, for each block, the scale "
+     "with the smaller error; the format stays as it is. *Uneven levels*: closer near "
+     "zero, as rotated values are. *Kept*: the largest values, found before the "
+     "rotation (*model*) or after it, travel in bfloat16 beside the codes. *Scale in a "
+     "byte*: 3 bits of fraction unless it says 2. *Graded*: edges in 6 bits, the last "
+     "call in 8."),
 )  # fmt: skip
 
 
