@@ -67,8 +67,10 @@ class Form:
         return bits + scale / self.block_size + kept * (16 + place) / self.span
 
 
-def sum_ranks(told, partial, residual: Residual, *, form: Form, axis_name: str):
-    """``(sum, residual)``: both roundings as told, an array ``(2, 5)``.
+def sum_ranks(
+    told, partial, residual: Residual, stream=None, *, form: Form, axis_name: str
+):
+    """``(stream + sum, residual)``: both roundings as told, an array ``(2, 5)``.
 
     Bits of 0 in the first rounding stand for an exact sum, which pays what is owed.
     """
@@ -80,7 +82,8 @@ def sum_ranks(told, partial, residual: Residual, *, form: Form, axis_name: str):
     rounded = functools.partial(
         _sum_rounded, first, second, form=form, axis_name=axis_name
     )
-    return lax.cond(first.bits == 0, exactly, rounded, partial, residual)
+    y, residual = lax.cond(first.bits == 0, exactly, rounded, partial, residual)
+    return (y if stream is None else stream + y), residual
 
 
 def _sum_rounded(first, second, partial, residual, *, form: Form, axis_name: str):
