@@ -49,6 +49,18 @@ SECTIONS = (
      "with as few bits or fewer; *edges 2 1* has two layers in 8 bits at the start and "
      "one at the end.\n\n![KL divergence on prose against bits a value, by kind of "
      "plan](frontier.svg)"),
+    ("What other formats would be worth", "benchmark_variants", "variants",
+     "The same model and prose on a CPU, in float32 with three simulated ranks: few "
+     "tokens, so compare the changes against the default plan, which are taken window "
+     "by window. Bits count everything: both roundings on average, scales, kept values "
+     "and their places. The library has the plans of its own widths and the block "
+     "sizes; the rest would be new. *4 and 5 bits*: what ranks send, and the sum that "
+     "they get back. *Best of 2 scales*: the sender takes, for each block, the scale "
+     "with the smaller error; the format stays as it is. *Uneven levels*: closer near "
+     "zero, as rotated values are. *Kept*: the largest values, found before the "
+     "rotation (*model*) or after it, travel in bfloat16 beside the codes. *Scale in a "
+     "byte*: 3 bits of fraction unless it says 2. *Graded*: edges in 6 bits, the last "
+     "call in 8."),
 )  # fmt: skip
 
 
@@ -126,3 +138,30 @@ def frontier_table(records: list[dict]) -> tuple[tuple, Rows]:
                 )
             )
     return ("bits a value", "plan", "block", "KL", "loss"), rows
+
+
+def variants_table(records: list[dict]) -> tuple[tuple, Rows]:
+    """Every variant of the wire format, by bits a value."""
+    cells: dict[tuple, dict] = {}
+    for record in records:
+        config = record["config"]
+        key = (config["bits_per_value"], config["plan"])
+        cells.setdefault(key, {})[record["metric"]] = record
+    rows = [
+        (
+            plan,
+            f"{bits:.2f}",
+            f"{cell['logit_kl']['value']:.4f}",
+            _change(cell["logit_kl_change_percent"]),
+            f"{cell['loss_gap_percent']['value']:+.2f} %",
+        )
+        for (bits, plan), cell in sorted(cells.items())
+    ]
+    return ("plan", "bits a value", "KL", "change", "loss"), rows
+
+
+def _change(record: dict) -> str:
+    """A difference in percent with its standard error; the baseline has none."""
+    if record["config"]["plan"] == record["baseline"]:
+        return "-"
+    return f"{record['value']:+.0f} ± {record['spread']:.0f} %"

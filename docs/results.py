@@ -310,6 +310,12 @@ def frontier_table(folder: pathlib.Path) -> str:
     return _made(*benchmark_tables.frontier_table(_benchmarks(folder)))
 
 
+def variants_table(folder: pathlib.Path) -> str:
+    """What wire formats that the library does not have would be worth."""
+    records = read(folder, "benchmark_variants.jsonl")
+    return _made(*benchmark_tables.variants_table(records))
+
+
 def _benchmarks(folder: pathlib.Path) -> list[dict]:
     return read(folder, "benchmark_parity.jsonl")
 
@@ -489,6 +495,7 @@ TABLES: dict[str, Callable[[pathlib.Path], str]] = {
     "benchmarks": benchmark_table,
     "benchmarks-all": benchmark_page_table,
     "frontier": frontier_table,
+    "variants": variants_table,
     "kernels": kernel_table,
     "nvlink": nvlink_table,
     "nvlink-model": model_table,

@@ -6,12 +6,12 @@ plans compiles once, and their results differ by the sums alone.
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import jax
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Int
+from jaxtyping import Array, Int, Num
 
 from echo_jax.collectives import echo_psum, exact
 from echo_jax.config import EchoConfig
@@ -85,24 +85,52 @@ def run_by_choice(
     Raises:
       ValueError: if two with feedback differ in block size, rotation or residual.
     """
-    axis = decoder.axis_name
-    graphdef, params = nnx.split(decoder.layers)
-    partial = decoder.embed(tokens)
-    residual = init_residual(partial, axis, config=_owing(configs))
+    config = _owing(configs)
 
     def choose(choice, partial, residual, stream=None):
         """``echo_psum`` by the chosen configuration."""
 
         def branch(config):
             def run(partial, residual, stream):
-                own = residual if config.feedback else None
-                y, owed = echo_psum(partial, own, axis, add_to=stream, config=config)
+                y, owed = echo_psum(
+                    partial,
+                    residual if config.feedback else None,
+                    decoder.axis_name,
+                    add_to=stream,
+                    config=config,
+                )
                 return y, owed if config.feedback else residual
 
             return run
 
         branches = [branch(config) for config in configs]
         return jax.lax.switch(choice, branches, partial, residual, stream)
+
+    return run_by_sums(decoder, tokens, chosen, sum_ranks=choose, config=config)
+
+
+def run_by_sums(
+    decoder: Decoder,
+    tokens: Int[Array, "batch length"],
+    chosen: Num[Array, "sums ..."],
+    *,
+    sum_ranks: Callable,
+    config: EchoConfig,
+) -> AnyFloat:
+    """As :func:`run_by_choice`, by any function that sums over the ranks.
+
+    Args:
+      decoder: one rank's.
+      tokens: token ids.
+      chosen: what each sum is told: the embedding's, then two a layer.
+      sum_ranks: ``(choice, partial, residual, stream) -> (stream + sum, residual)``;
+        without a stream the sum alone.
+      config: what to make the residual with.
+    """
+    axis = decoder.axis_name
+    graphdef, params = nnx.split(decoder.layers)
+    partial = decoder.embed(tokens)
+    residual = init_residual(partial, axis, config=config)
 
     def layer(carry, xs):
         (stream, residual), (params, chosen) = carry, xs
@@ -113,11 +141,12 @@ def run_by_choice(
         )
         for (norm, block), choice in zip(blocks, chosen, strict=True):
             partial = block.partial(norm(exact.pvary(stream, axis)))
-            stream, residual = choose(choice, partial, residual, stream)
+            stream, residual = sum_ranks(choice, partial, residual, stream)
         return (stream, residual), None
 
-    carry = choose(chosen[0], partial, residual)
-    (stream, _), _ = jax.lax.scan(layer, carry, (params, chosen[1:].reshape(-1, 2)))
+    carry = sum_ranks(chosen[0], partial, residual)
+    told = chosen[1:].reshape(-1, 2, *chosen.shape[1:])
+    (stream, _), _ = jax.lax.scan(layer, carry, (params, told))
     return stream
 
 
