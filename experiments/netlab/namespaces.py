@@ -13,6 +13,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import time
 from collections.abc import Iterator
 
 PREFIX = "echo-"
@@ -90,14 +91,18 @@ class Network:
 
 
 @contextlib.contextmanager
-def network(hosts: int) -> Iterator[Network]:
+def network(hosts: int, *, patience: float = 60.0) -> Iterator[Network]:
     """A network, removed at the end whatever happens.
+
+    Args:
+      hosts: how many it has.
+      patience: seconds to wait for another run to remove its own.
 
     Raises:
       NoNetworkError: if it cannot be built here, or another run has one.
     """
     _check_tools()
-    with _lock(), _signals_as_exit():
+    with _lock(patience), _signals_as_exit():
         remove_all()
         try:
             yield Network(hosts)
@@ -105,10 +110,10 @@ def network(hosts: int) -> Iterator[Network]:
             remove_all()
 
 
-def why_not() -> str | None:
-    """Why there can be no network here; None if there can."""
+def why_not(*, patience: float = 60.0) -> str | None:
+    """Why there can be no network here; None if there can. See :func:`network`."""
     try:
-        with network(1) as probe:
+        with network(1, patience=patience) as probe:
             probe.set_rate(100.0)
     except NoNetworkError as error:
         return str(error)
@@ -190,13 +195,18 @@ def _check_tools() -> None:
 
 
 @contextlib.contextmanager
-def _lock() -> Iterator[None]:
+def _lock(patience: float) -> Iterator[None]:
     """One run at a time: two would remove each other's hosts."""
+    until = time.monotonic() + patience
     with _LOCK.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise NoNetworkError("another run has a network") from None
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError:
+                if time.monotonic() > until:
+                    raise NoNetworkError("another run has a network") from None
+                time.sleep(0.1)
         yield
 
 
