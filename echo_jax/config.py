@@ -1,4 +1,4 @@
-"""Everything that steers one call, in one frozen object."""
+"""The settings of one collective call, in one frozen object."""
 
 import dataclasses
 from typing import Literal, cast, get_args
@@ -12,17 +12,17 @@ Backend = Literal["auto", "xla", "triton", "pallas"]
 Path = Literal["auto", "exact"]
 ResidualDtype = Literal["float32", "bfloat16", "int8", "int4"]
 
-# What "auto" stands for. Over a network, the launches and the two exchanges cost more
-# than the bytes they save under a quarter of a MiB; between GPUs, whose own links are
-# fast, under tens of MiB (measured with two H200s over NVLink). Decode steps of a few
-# tokens are far below both.
+# What "auto" stands for. For smaller messages, launching the codec and making two
+# exchanges costs more time than the saved bytes win back: over a network below a
+# quarter of a MiB, between GPUs with their fast links below tens of MiB (measured with
+# two H200s over NVLink). Decode steps of a few tokens are far below both.
 _AUTO_MIN_BYTES = 1 << 18
 _AUTO_MIN_BYTES_GPU = 1 << 25
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EchoConfig:
-    """How one collective call sends its values.
+    """How one collective call encodes and sends its values.
 
     Example:
         >>> config = EchoConfig(format=WireFormat(bits=8), min_bytes=0)
@@ -34,16 +34,17 @@ class EchoConfig:
     """
 
     format: WireFormat = WireFormat()  # codes, blocks, rotation
-    feedback: bool = True  # repay each call's rounding error in the next call
-    # A call whose x has fewer bytes on a rank is an exact psum that also pays the
-    # residual. Decided by the static shape; 0 never takes the exact path. "auto" is
-    # 32 MiB where JAX uses GPUs, 256 KiB elsewhere.
+    feedback: bool = True  # add each call's rounding error to the next call's input
+    # If x has fewer bytes than this on a rank, the call is an exact psum, which
+    # includes the residual. Decided by the static shape; with 0 no call takes the exact
+    # path for its size. "auto" is 32 MiB where JAX uses GPUs, 256 KiB elsewhere.
     min_bytes: int | Literal["auto"] = "auto"
     path: Path = "auto"  # "exact" takes the exact path whatever the size
-    # How the residual is kept between calls; "int8" and "int4" are a byte and half a
-    # byte a value and a scale a block, in a float container (see wire/compact.py).
+    # How the residual is stored between calls. "int8" and "int4" take one byte and half
+    # a byte for each value and one scale for each block, stored in arrays of a float
+    # dtype (see wire/compact.py).
     residual_dtype: ResidualDtype = "bfloat16"
-    # Pieces that echo_psum cuts a message into, to overlap codec and transport.
+    # Into how many pieces echo_psum cuts a message, to overlap codec and transport.
     num_chunks: int = 1
     backend: Backend = "auto"  # who runs the codec; checked when a call is made
 
@@ -73,23 +74,24 @@ class EchoConfig:
             )
 
     def exact(self) -> "EchoConfig":
-        """The same call on the exact path, whatever its size; it pays the residual."""
+        """The same call on the exact path whatever its size, residual included."""
         return dataclasses.replace(self, path="exact")
 
     def with_bits(self, bits: int) -> "EchoConfig":
-        """The same call with codes of another width, in bits.
+        """The same configuration with ``bits`` bits for each code.
 
         Raises:
-          ValueError: for a width that no format has.
+          ValueError: for a width that :class:`WireFormat` does not support.
         """
         fmt = dataclasses.replace(self.format, bits=bits)
         return dataclasses.replace(self, format=fmt)
 
     @property
     def bits_per_value(self) -> float:
-        """What a value costs on the wire, scales included: 4.25 for 4 bits at block 64.
+        """Bits for each value on the wire, scales included.
 
-        An exact call counts 16 bits, those of bfloat16.
+        With 4-bit codes and blocks of 64 this is 4.25. An exact call counts as 16
+        bits, the width of bfloat16.
         """
         return 16.0 if self.is_exact else self.format.bits_per_value
 
@@ -97,9 +99,10 @@ class EchoConfig:
     def least_bytes(self) -> int:
         """``min_bytes`` as a number: "auto" is 32 MiB on GPUs and 256 KiB elsewhere.
 
-        "On GPUs" means that JAX's CUDA plugin is installed and ``jax_platforms`` does
-        not rule it out; no device is touched to find out. GPUs that are linked by a
-        network rather than NVLink want less: ``echo-jax advise`` measures a number.
+        "On GPUs" means that JAX's CUDA plugin is installed and that ``jax_platforms``
+        does not exclude it; finding this out touches no device. For GPUs linked by a
+        network instead of NVLink a lower value is right: ``echo-jax advise`` measures
+        it.
         """
         if self.min_bytes != "auto":
             return self.min_bytes

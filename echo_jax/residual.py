@@ -1,4 +1,4 @@
-"""The residual: what has been rounded away and is still owed."""
+"""The residual: rounding errors of earlier calls that the next call adds back."""
 
 import dataclasses
 import functools
@@ -21,7 +21,7 @@ Verb = Literal["psum", "psum_scatter", "all_gather"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layout:
-    """What a residual belongs to. Static: part of the pytree's structure."""
+    """Which calls a residual belongs to. Static: part of the pytree's structure."""
 
     rows: int  # of the tensor, flattened to its last axis
     width: int  # length of that axis
@@ -39,21 +39,23 @@ class Layout:
 )
 @dataclasses.dataclass(frozen=True)
 class Residual:
-    """What one rank still owes, in block coordinates, padded.
+    """One rank's rounding errors so far, in block coordinates and padded to blocks.
 
-    Opaque: make it with :func:`init_residual`, hand it from call to call, let
-    :func:`echo_jax.flush` pay it. A pytree of float arrays that differ from rank to
-    rank, so that it can be a scan carry, its own cotangent, or a checkpointed state.
+    The residual is what a rank *owes*: what rounding took from earlier sums, and what
+    the next call adds back. Its contents are opaque: make it with
+    :func:`init_residual`, pass it from call to call, and settle it with
+    :func:`echo_jax.flush`. It is a pytree of float arrays that differ from rank to
+    rank, so that it can be a scan carry, its own cotangent, or part of a checkpoint.
 
-    Thread it through the calls in a line: each call takes what the one before returned.
-    A residual that two calls take is paid twice. Its cotangent carries the backward
-    errors and is no gradient: keep it out of optimizers. To keep one across jitted
+    Each call must take the residual that the previous call returned; one that is passed
+    to two calls is added twice. Its cotangent carries the residual of the backward sums
+    and is not a gradient: keep it out of optimizers. To keep a residual across jitted
     steps, pass it through ``shard_map`` with the prefix spec
-    ``PartitionSpec(axis_name)`` going in and coming out.
+    ``PartitionSpec(axis_name)`` in ``in_specs`` and ``out_specs``.
     """
 
-    # Not typed as arrays of these shapes: transformations put their own leaves in a
-    # pytree (stacked arrays, partition specs, placeholders).
+    # Typed as Any because transformations put leaves of their own into a pytree:
+    # stacked arrays, partition specs, placeholders.
     send: Any  # SendResidual, w: rounding error of this rank's own partial sums
     reduce: Any  # ReduceResidual, v: rounding error of the chunk that this rank sums
     layout: Layout
@@ -67,23 +69,23 @@ def init_residual(
     scatter_dimension: int | None = None,
     tiled: bool = True,
 ) -> Residual | None:
-    """A residual that owes nothing, for calls on tensors like ``x``.
+    """A residual of zeros, for calls on tensors like ``x``.
 
     Sharding: call inside ``shard_map`` or ``vmap``; each rank has its own residual.
 
     Args:
       x: a rank's tensor, or its shape. Under ``check_vma=True`` on a mesh with more
-        axes hand in the tensor itself: the residual then varies along the same axes,
-        as a scan carry must (JAX says otherwise that carry types differ).
+        axes pass the tensor itself: the residual then varies along the same axes as
+        the tensor, without which JAX reports that the types of a scan carry differ.
       axis_name: the axis (or axes) of the calls.
       config: the configuration of the calls: block size, rotation, residual dtype.
-      scatter_dimension: only for ``echo_psum_scatter`` along the last dimension, whose
-        blocks start anew in every chunk.
-      tiled: goes with ``scatter_dimension``.
+      scatter_dimension: only for ``echo_psum_scatter`` along the last dimension, where
+        blocks start anew in the part of every rank.
+      tiled: of ``echo_psum_scatter``, if ``scatter_dimension`` is given.
 
     Returns:
-      A :class:`Residual` of zeros, about ``(1 + 1/N)`` times the values of ``x`` in
-      ``config.residual_dtype``; None if ``config.feedback`` is off.
+      A :class:`Residual` of zeros. It holds about ``(1 + 1/N)`` times as many values
+      as ``x``, in ``config.residual_dtype``. None if ``config.feedback`` is off.
 
     Raises:
       ValueError: if the axis is not bound, or the dimension cannot be scattered.
@@ -99,7 +101,7 @@ def init_residual(
         )
     shape = _shape_of(x)
     vary = axes.varying_axes(x) if isinstance(x, jax.Array) else frozenset()
-    # Also without feedback: an unbound axis is an error.
+    # Before the return without feedback: an unbound axis is an error there too.
     size = axes.axis_size(axis_name)
     if scatter_dimension is not None:
         check_scatter(shape, size, scatter_dimension, tiled=tiled)
@@ -120,7 +122,7 @@ def init_residual(
 
 
 def make_layout(shape: Shape, axis_name: AxisName, config: EchoConfig) -> Layout:
-    """The layout of the residual of calls on tensors of this shape."""
+    """The layout of a residual for calls on tensors of this shape."""
     fmt, size = config.format, axes.axis_size(axis_name)
     rows, width = blocking.row_shape(shape)
     return Layout(
@@ -135,7 +137,7 @@ def make_layout(shape: Shape, axis_name: AxisName, config: EchoConfig) -> Layout
 
 
 def scatter_shape(shape: Shape, size: int, dimension: int, *, tiled: bool) -> Shape:
-    """The shape cut into one part for each rank along a dimension, parts in front."""
+    """The shape with ``dimension`` cut into one part for each rank, parts leading."""
     dimension %= len(shape)
     kept = (shape[dimension] // size,) if tiled else ()
     return (size, *shape[:dimension], *kept, *shape[dimension + 1 :])
@@ -167,10 +169,10 @@ def check_scatter(shape: Shape, size: int, dimension: int, *, tiled: bool) -> No
 def check_residual(
     residual: Residual | None, shape: Shape, axis_name: AxisName, config: EchoConfig
 ) -> None:
-    """Refuses a residual that does not belong to this call.
+    """Refuses a residual that was made for calls of another kind.
 
     Raises:
-      ValueError: naming what differs, with the wrong code beside the right one.
+      ValueError: names what differs, and shows wrong code beside right code.
     """
     if residual is None:
         return
@@ -216,12 +218,12 @@ def check_residual(
 
 
 def zeros_like(residual: Residual) -> Residual:
-    """The same residual, owing nothing."""
+    """A residual of zeros with the layout and dtypes of this one."""
     return jax.tree.map(jnp.zeros_like, residual)
 
 
 def norms(residual: Residual) -> dict[str, jax.Array]:
-    """Root mean square of what this rank owes, by stage, in float32. A scalar each."""
+    """Root mean square of this rank's residual: a float32 scalar for each stage."""
     return {
         "send": _rms(residual.send),
         "reduce": _rms(residual.reduce),

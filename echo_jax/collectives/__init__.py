@@ -1,4 +1,4 @@
-"""How ranks exchange what travels. Knows no bit layout."""
+"""Collectives: how ranks exchange payloads, whose bit layout is not known here."""
 
 from echo_jax.collectives.psum import echo_psum as echo_psum
 from echo_jax.collectives.psum import echo_pvary as echo_pvary

@@ -1,4 +1,4 @@
-"""What the verbs share: checks at the public edge, and the types of their inputs."""
+"""What all collectives share: checking their arguments and typing their inputs."""
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +22,8 @@ def prepare(
 
     Raises:
       ValueError: for an unbound axis or an unsupported dtype.
-      TypeError: if ``x`` is not one array, or the other arguments not what they should
-        be.
+      TypeError: if ``x`` is not a single array, ``residual`` not a Residual, or
+        ``config`` not an EchoConfig.
     """
     if residual is not None and not isinstance(residual, Residual):
         raise TypeError(
@@ -52,9 +52,9 @@ def unify(
 ) -> tuple[AnyFloat, Residual | None]:
     """Types ``x`` and the residual as varying along the union of their axes.
 
-    The residual always varies along the axis of the call; ``x`` does too unless it is
-    ``invariant`` there. A gradient rule needs the types going in to be those of the
-    cotangents coming back.
+    The residual always varies along the axis of the call; ``x`` does too, unless it is
+    ``invariant`` there. The types must agree because a custom gradient rule has to
+    return cotangents that vary along the same axes as its inputs.
     """
     if not axes.is_tracked(axis_name):
         return x, residual
@@ -67,10 +67,11 @@ def unify(
 
 
 def check_add_to(add_to: FloatLike, x: AnyFloat, axis_name: AxisName) -> AnyFloat:
-    """Checks what the sum of ``x`` is to be added to, and returns it as an array.
+    """Checks the ``add_to`` of a sum of ``x`` and returns it as an array.
 
     Raises:
-      ValueError: if it is not like ``x``, or varies along the axis of the sum.
+      ValueError: if its shape or dtype is not that of ``x``, or if it varies along the
+        axis of the sum.
     """
     add_to = jnp.asarray(add_to)
     if (add_to.shape, add_to.dtype) != (x.shape, x.dtype):
@@ -93,7 +94,7 @@ def check_add_to(add_to: FloatLike, x: AnyFloat, axis_name: AxisName) -> AnyFloa
 def unify_all(
     x: AnyFloat, residual: Residual | None, add_to: AnyFloat, axis_name: AxisName
 ) -> tuple[AnyFloat, Residual | None, AnyFloat]:
-    """As :func:`unify`, with the ``add_to`` of a sum, which does not vary along it."""
+    """As :func:`unify`, for a sum with ``add_to``, which is invariant on its axis."""
     if not axes.is_tracked(axis_name):
         return x, residual, add_to
     x, residual = unify(x, residual, axis_name, invariant=False)
@@ -104,7 +105,7 @@ def unify_all(
 
 
 def feeds_back(residual: Residual | None, config: EchoConfig) -> bool:
-    """Whether the call repays the residual and leaves a new one."""
+    """Whether the call adds the residual to its input and returns a new one."""
     return residual is not None and config.feedback
 
 

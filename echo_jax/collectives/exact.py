@@ -1,9 +1,10 @@
-"""The exact twins: full-width collectives whose gradients are right everywhere.
+"""Exact, full-width counterparts of the collectives, with gradients right everywhere.
 
-``jax.lax.psum`` has the right gradient only where types are tracked
-(``check_vma=True``). The functions here keep Megatron's pair of operators (Shoeybi et
-al., "Megatron-LM", 2019) explicit, so that the same model is right under
-``check_vma=False`` with ``grad`` inside and under ``vmap(axis_name=...)`` too.
+``jax.lax.psum`` has the right gradient only where JAX tracks along which axes a value
+varies (``check_vma=True``). The functions here keep Megatron's pair of operators
+(Shoeybi et al., "Megatron-LM", 2019) explicit, so that the same model also has right
+gradients under ``check_vma=False``, with ``grad`` taken inside the ``shard_map``, and
+under ``vmap(axis_name=...)``.
 """
 
 import dataclasses
@@ -38,10 +39,10 @@ def psum(x: AnyFloat, axis_name: AxisName) -> AnyFloat:
 
 
 def pvary(x: AnyFloat, axis_name: AxisName) -> AnyFloat:
-    """Identity whose gradient is an exact sum over the axis: the mirror of psum.
+    """Identity whose gradient is an exact sum over the axis: the conjugate of psum.
 
-    Sharding: ``x`` is the same on every rank of the axis, and so is the result, typed
-    as varying so that each rank can use it for a computation of its own.
+    Sharding: ``x`` is replicated over the axis, and so is the result; but the result
+    is typed as varying, so that each rank can compute something of its own from it.
 
     Args:
       x: a replicated value, an activation or a parameter.
@@ -60,10 +61,10 @@ def pvary(x: AnyFloat, axis_name: AxisName) -> AnyFloat:
 def all_reduce(
     x: AnyFloat, residual: Residual | None, axis_name: AxisName, fmt: WireFormat
 ) -> tuple[AnyFloat, Residual | None]:
-    """``lax.psum`` of ``x`` and of everything owed, in x's dtype. No gradients."""
+    """``lax.psum`` of ``x`` plus all residuals, in x's dtype. Defines no gradient."""
     if residual is None or x.size == 0:
         return lax.psum(x, axis_name), residual
-    # The rank that sums chunk j owes its reduce residual there.
+    # The reduce residual belongs to the one chunk that this rank sums.
     send, rank = compact.expand(residual.send), lax.axis_index(axis_name)
     mine = lax.dynamic_index_in_dim(send, rank, keepdims=False)
     mine = mine + compact.expand(residual.reduce)
@@ -74,7 +75,7 @@ def all_reduce(
 def pay_sender(
     x: AnyFloat, residual: Residual | None, fmt: WireFormat
 ) -> tuple[AnyFloat, Residual | None]:
-    """Adds to ``x`` what its sender owes, for the collectives that round only once."""
+    """Adds the send residual to ``x``, for the collectives that round only once."""
     if residual is None or x.size == 0:
         return x, residual
     nothing = jax.tree.map(jnp.zeros_like, residual.send)
@@ -83,7 +84,7 @@ def pay_sender(
 
 
 def _add(x: AnyFloat, owed: AnyFloat, fmt: WireFormat) -> AnyFloat:
-    """``x`` plus what is owed in block coordinates, rounded once to x's dtype."""
+    """``x`` plus a residual in block coordinates, rounded once to x's dtype."""
     rows = blocking.from_blocks(unrotate(owed, fmt), blocking.row_shape(x.shape))
     return (x.astype(jnp.float32) + rows.reshape(x.shape)).astype(x.dtype)
 

@@ -1,9 +1,9 @@
-"""How payloads move between ranks. No gradients, no bit layout.
+"""How payloads move between ranks; gradients and bit layouts are defined elsewhere.
 
-An all-reduce takes two shots: every rank sends chunk ``j`` of its tensor to rank ``j``
-(one ``all_to_all`` of uint8), which adds the chunks and hands the sum to all (one
-``all_gather`` of uint8). Every rank, the owner included, reads the sum from the same
-bytes, so that the results are bit-identical.
+An all-reduce has two steps: every rank sends chunk ``j`` of its tensor to rank ``j``
+(one ``all_to_all`` of uint8), which adds the chunks, quantizes the sum and sends it to
+all ranks (one ``all_gather`` of uint8). Every rank, also the one that made the sum,
+decodes it from the same bytes, so that the results are bit-identical.
 """
 
 import dataclasses
@@ -30,15 +30,16 @@ def all_reduce(
 ) -> tuple[AnyFloat, Residual | None]:
     """Sum over the axis, added to ``add_to``; typed invariant where types are tracked.
 
-    The two are added in float32 and rounded once, where the sum is decoded.
+    Decoding the sum adds the two in float32 and rounds once to x's dtype.
     """
     ranks, shape = axes.axis_size(axis_name), blocking.row_shape(x.shape)
     rows, y = x.reshape(shape), None
     stream = None if add_to is None else add_to.reshape(shape)
     codec = get_codec(config.backend, config.format)
     blocks = blocking.blocks_per_chunk(shape, config.format.block_size, ranks)
-    # The owner of a block is the same however many pieces there are, and so is every
-    # bit. Pieces wait for each other only in the order of the calls of one stage.
+    # Which rank sums a block does not depend on the number of pieces, so neither does
+    # any bit of the result. Pieces are independent but for the arrays that a stage
+    # updates piece by piece, so one piece's codec can overlap another's transport.
     for piece in blocking.cut_pieces(blocks, config.num_chunks):
         payloads, residual = _sum_piece(rows, residual, axis_name, config, piece)
         y = codec.return_(
@@ -50,16 +51,16 @@ def all_reduce(
             piece=piece,
             out=y,
         )
-    assert y is not None  # there is a piece, also of an empty tensor
+    assert y is not None  # cut_pieces returns at least one piece
     return y.reshape(x.shape), residual
 
 
 def reduce_scatter(
     x: AnyFloat, residual: Residual | None, axis_name: AxisName, config: EchoConfig
 ) -> tuple[AnyFloat, Residual | None]:
-    """Chunk ``i`` of the leading axis, summed, to rank ``i``, without that axis.
+    """Sums over ranks; rank ``i`` keeps entry ``i`` of the leading axis.
 
-    One rounding: the sum stays in full precision where it is made.
+    Values are quantized once, when they are sent: the sum itself does not travel.
     """
     codec, fmt = get_codec(config.backend, config.format), config.format
     chunk_shape = blocking.row_shape(x.shape[1:])
@@ -76,7 +77,7 @@ def reduce_scatter(
 def gather(
     x: AnyFloat, residual: Residual | None, axis_name: AxisName, config: EchoConfig
 ) -> tuple[AnyFloat, Residual | None]:
-    """The tensors of all ranks along a new leading axis, each rounded once."""
+    """The tensors of all ranks along a new leading axis, each quantized once."""
     codec, fmt = get_codec(config.backend, config.format), config.format
     shape = blocking.row_shape(x.shape)
     blocks = blocking.num_blocks(x.shape, fmt.block_size)
@@ -94,7 +95,7 @@ def gather(
 
 
 def _sum_piece(rows, residual: Residual | None, axis_name, config, piece):
-    """The two shots of one piece: its sum as every rank gets it, a chunk a row."""
+    """Both exchanges of one piece; returns its sum as payloads, one for each chunk."""
     codec, fmt = get_codec(config.backend, config.format), config.format
     ranks = axes.axis_size(axis_name)
     send = None if residual is None else residual.send
@@ -119,20 +120,20 @@ def _exchange(payloads: Payloads, axis_name: AxisName) -> Payloads:
 
 def _gather_sum(payload: Payload, axis_name: AxisName) -> Payloads:
     """Hands out each rank's chunk of the sum, the same to all by construction."""
-    # A plain vmap rejects to="invarying".
+    # Under a plain vmap JAX rejects to="invarying".
     to = "invarying" if axes.is_tracked(axis_name) else "varying"
     return lax.all_gather(payload, axis_name, axis=0, tiled=False, to=to)
 
 
 def _first_blocks(send, blocks: int):
-    """The first blocks of all chunks, as one chunk."""
+    """The first ``blocks`` blocks, counted across chunks, as a single chunk."""
     return jax.tree.map(
         lambda leaf: leaf.reshape(1, -1, *leaf.shape[2:])[:, :blocks], send
     )
 
 
 def _pad_like(owed, send):
-    """One chunk of some blocks in the shape of all chunks, nothing owed by the rest."""
+    """Inverse of :func:`_first_blocks`: the blocks that were cut off are zeros."""
     missing = send.shape[0] * send.shape[1] - owed.shape[1]
     padding = [(0, 0), (0, missing)] + [(0, 0)] * (owed.ndim - 2)
     return jnp.pad(owed, padding).reshape(send.shape)

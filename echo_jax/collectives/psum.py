@@ -1,4 +1,4 @@
-"""``echo_psum`` and its mirror ``echo_pvary``."""
+"""``echo_psum``, its conjugate ``echo_pvary``, and ``flush``."""
 
 import dataclasses
 import functools
@@ -20,58 +20,62 @@ def echo_psum(
     add_to: AnyFloat | None = None,
     config: EchoConfig = EchoConfig(),
 ) -> tuple[AnyFloat, Residual | None]:
-    r"""Sum over an axis in few bits, repaying what earlier calls rounded away.
+    r"""Sum over an axis in few bits, with error feedback from call to call.
 
-    With :math:`Q` the codec, :math:`w_i` and :math:`v_j` the two parts of the residual,
-    chunk :math:`j` of the result is
+    With :math:`Q` the quantizer and :math:`w_i` and :math:`v_j` the two parts of the
+    residual (the rounding errors of what rank :math:`i` sent, and of the sum that rank
+    :math:`j` made), chunk :math:`j` of the result is
 
     .. math::
         a_i = x_i + w_i, \quad s_j = \sum_i Q(a_{ij}) + v_j, \quad y_j = Q(s_j), \quad
         w_i' = a_i - Q(a_i), \quad v_j' = s_j - Q(s_j)
 
     so that over any number of calls :math:`\sum y = \sum\sum_i x_i - \sum_i w_i - v`:
-    only the newest error stands. This holds where the outputs are added up unchanged,
-    as the residual stream of a pre-norm transformer does. With ``add_to`` the call
-    returns the stream after it, ``add_to + y``: the pass that decodes :math:`y` adds
-    them, in float32, and rounds once to x's dtype. In float32 that is bit for bit the
-    sum taken afterwards; in bfloat16 and float16 it is one rounding less.
+    only the errors of the last call remain. This helps where the outputs are added up
+    unchanged, as the residual stream of a pre-norm transformer adds them. With
+    ``add_to``, the call returns ``add_to + y``, the stream after the sum: the pass that
+    decodes :math:`y` also adds the stream, in float32, and rounds once to x's dtype. In
+    float32 the result equals a separate addition bit for bit; in bfloat16 and float16
+    it saves one rounding.
 
-    Gradient: that of ``psum``, the identity, and so for ``add_to``; the residual's
-    cotangent passes through untouched, to be used by :func:`echo_pvary`. Under
-    ``check_vma=False`` differentiate inside the ``shard_map`` and use this pair or the
-    exact pair of :mod:`echo_jax.collectives.exact` for every collective: JAX scales the
-    cotangents of a ``grad`` taken outside by ``1/N``, before they can be seen here.
-    Second derivatives take the same rules; forward mode (``jax.jvp``) is refused by
-    JAX.
+    Gradient: the identity, as for ``psum``, with respect to ``x`` and to ``add_to``.
+    The residual's cotangent passes through unchanged; it carries the residual of the
+    backward sums, which :func:`echo_pvary` uses. Under ``check_vma=False``,
+    differentiate inside the ``shard_map`` and use this pair or the exact pair of
+    :mod:`echo_jax.collectives.exact` for every collective: if ``grad`` is taken
+    outside, JAX scales the cotangents by ``1/N`` before they reach this function.
+    Second derivatives follow the same rules; JAX refuses forward mode (``jax.jvp``).
 
-    An axis of one rank is rounded like any other, so that one device can show what
-    many would do; ``config.exact()`` leaves it out.
+    A sum over an axis of one rank is quantized like any other, so that the effect can
+    be studied on one device; ``config.exact()`` avoids it.
 
-    Sharding: inside ``jax.shard_map`` or ``jax.vmap(axis_name=...)``. ``x`` varies
-    along the axis; ``y`` is the same on every rank, bit for bit, and typed so. So is
-    ``add_to``.
+    Sharding: call inside ``jax.shard_map`` or ``jax.vmap(axis_name=...)``. ``x`` varies
+    along the axis. ``y`` and ``add_to`` are replicated, and typed so; ``y`` is the same
+    on every rank bit for bit.
 
     Args:
       x: this rank's partial sum, any shape; float32, bfloat16 or float16.
-      residual: from :func:`echo_jax.init_residual` or the call before. None for no
-        feedback.
+      residual: from :func:`echo_jax.init_residual` or returned by the previous call.
+        None for no feedback.
       axis_name: the axis, or a tuple of axes that act as one.
-      add_to: what the sum is added to, of x's shape and dtype and the same on every
-        rank: the residual stream. None for the sum alone.
+      add_to: what the sum is added to, usually the residual stream: replicated, of x's
+        shape and dtype. None for the sum alone.
       config: format, path and backend of this call. Without ``config.feedback`` the
-        residual passes by unpaid and unchanged.
+        residual is neither added nor changed.
 
     Returns:
-      ``(y, residual)``: the sum in ``x``'s shape and dtype, and what is owed now. Bytes
+      ``(y, residual)``: the sum in ``x``'s shape and dtype, and the new residual. Bytes
       on the wire: :func:`echo_jax.wire_bytes`; worst error:
-      :func:`echo_jax.error_bound`. A call smaller than ``config.min_bytes`` is exact
-      and pays the residual; the sum then arrives in x's dtype and is added there. A
-      block with a NaN or an infinity becomes NaN on every rank and owes nothing.
+      :func:`echo_jax.error_bound`. If ``x`` is smaller than ``config.min_bytes``, the
+      call is an exact psum that includes the residual, which is zero afterwards; sum
+      and ``add_to`` are then added in x's dtype. A block that holds a NaN or an
+      infinity becomes NaN on every rank and leaves no residual.
 
     Raises:
-      ValueError: for an unbound axis, an unsupported dtype, a residual of another
-        call, an ``add_to`` that does not fit ``x`` or, where types are tracked, varies
-        along the axis, or a backend that cannot run.
+      ValueError: for an unbound axis; an unsupported dtype; a residual made for another
+        shape, axis or format; an ``add_to`` of another shape or dtype than ``x`` or,
+        where types are tracked, one that varies along the axis; or a backend that
+        cannot run.
 
     Example:
         >>> def layer(h, w_in, w_out, residual):  # inside shard_map over "tp"
@@ -101,19 +105,20 @@ def echo_pvary(
     *,
     config: EchoConfig = EchoConfig(),
 ) -> tuple[AnyFloat, Residual | None]:
-    """Identity whose gradient is an :func:`echo_psum`: where ranks part ways.
+    """Identity whose gradient is an :func:`echo_psum`.
 
-    Forward, both arguments pass. Backward, the cotangents of the ranks are summed in
-    few bits; the residual of that sum is the cotangent of ``residual``, which thereby
-    flows through the layers in reverse, a second error channel in the same value. Put
-    the call on the residual stream, before the norm: the gradient stream then adds the
-    sums up unchanged, and errors cancel.
+    It marks where a replicated value enters computations that differ from rank to rank.
+    Forward, both arguments are returned unchanged. Backward, the cotangents of the
+    ranks are summed in few bits. The residual of these sums travels as the cotangent of
+    ``residual`` and so passes through the layers in reverse order. Put the call on the
+    residual stream, before the norm: the backward sums are then added to the gradient
+    of the stream unchanged, which lets their errors cancel.
 
-    Sharding: ``x`` is the same on every rank of the axis; the result varies along it.
+    Sharding: ``x`` is replicated over the axis; the result is typed as varying.
 
     Args:
       x: a replicated activation, any shape; float32, bfloat16 or float16.
-      residual: the residual carried by the layers, or None.
+      residual: the residual that the layers pass on, or None for no feedback.
       axis_name: the axis, or a tuple of axes that act as one.
       config: format, path and backend of the backward sum.
 
@@ -122,7 +127,7 @@ def echo_pvary(
 
     Raises:
       ValueError: as :func:`echo_psum`; and where types are tracked, if ``x`` already
-        varies along the axis, because its gradient must not be summed then.
+        varies along the axis, because then its gradient must not be summed.
 
     Example:
         See :func:`echo_psum`.
@@ -144,22 +149,22 @@ def flush(
     *,
     config: EchoConfig = EchoConfig(),
 ) -> tuple[AnyFloat, Residual | None]:
-    """Exact psum of ``x`` and of everything owed; the residual is zero afterwards.
+    """Exact psum of ``x`` plus the residuals of all ranks, which are zero afterwards.
 
-    The last call of a network, when it must leave no error behind; also what
-    :func:`echo_psum` does below ``config.min_bytes``. The sum runs in ``x``'s dtype: in
-    bfloat16 it has the error of any bfloat16 psum.
+    Use it for the last call of a network whose output must carry no rounding error;
+    :func:`echo_psum` does the same below ``config.min_bytes``. The sum is taken in
+    ``x``'s dtype: in bfloat16 it has the error of any bfloat16 psum.
 
     Sharding and gradient: those of :func:`echo_psum`.
 
     Args:
       x: this rank's partial sum.
-      residual: what is owed, or None (then this is ``lax.psum``).
+      residual: returned by the previous call; None makes this ``lax.psum``.
       axis_name: the axis, or a tuple of axes that act as one.
-      config: the configuration of the calls before.
+      config: the configuration of the earlier calls.
 
     Returns:
-      ``(y, residual)``, the residual zero.
+      ``(y, residual)``: the sum, and a residual of zeros.
 
     Raises:
       ValueError: as :func:`echo_psum`.
@@ -187,8 +192,9 @@ def _echo_psum(x, residual, axis_name, config):
     return _all_reduce(x, residual, axis_name, config)
 
 
-# Each rule calls the other of the pair, never the codec itself: second derivatives then
-# meet these rules again, and not the derivative of a rounding, which is zero.
+# Each gradient rule calls the other function of the pair rather than the codec. Second
+# derivatives then use these rules too; through the codec they would be zero, the
+# derivative of rounding.
 def _echo_psum_fwd(x, residual, axis_name, config):
     return _echo_psum(x, residual, axis_name, config), None
 

@@ -1,4 +1,7 @@
-"""``echo_psum_scatter`` and ``echo_all_gather``: the two halves, one rounding each."""
+"""``echo_psum_scatter`` and ``echo_all_gather``: the two halves of an all-reduce.
+
+Each quantizes its values once; :func:`echo_jax.echo_psum` does so twice.
+"""
 
 import functools
 
@@ -29,21 +32,23 @@ def echo_psum_scatter(
 ) -> tuple[AnyFloat, Residual | None]:
     """Sum over an axis, each rank keeping its part: ``lax.psum_scatter`` in few bits.
 
-    One rounding, repaid through ``residual.send``; the sum is in float32 and is handed
-    out unrounded. Gradient: the exact all-gather of ``lax.psum_scatter``; the
-    residual's cotangent passes through untouched.
+    Values are quantized once, when they are sent; ``residual.send`` keeps that error
+    for the next call. The sum is taken in float32 and not quantized again. Gradient:
+    the exact all-gather, as for ``lax.psum_scatter``; the residual's cotangent passes
+    through unchanged.
 
     Sharding: ``x`` and the result vary along the axis.
 
     Args:
       x: this rank's partial sums; float32, bfloat16 or float16.
-      residual: from ``init_residual(x, axis_name)``; along the last dimension, from
-        ``init_residual(x, axis_name, scatter_dimension=...)``. None for no feedback.
+      residual: from ``init_residual(x, axis_name)``, or from the previous call; for
+        the last dimension, from ``init_residual(x, axis_name, scatter_dimension=...)``.
+        None for no feedback.
       axis_name: the axis, or a tuple of axes that act as one.
       scatter_dimension: the dimension that is cut into one part for each rank.
-      tiled: as in ``lax.psum_scatter``: True keeps the dimension, divided by the axis
-        size; False needs it to equal the axis size and removes it.
-      config: format, path and backend. Note that ``tiled`` defaults to True here.
+      tiled: as in ``lax.psum_scatter``, but True by default. True keeps the dimension,
+        divided by the axis size; False needs it to equal the axis size and removes it.
+      config: format, path and backend.
 
     Returns:
       ``(y, residual)``. Bytes: ``wire_bytes(..., verb="psum_scatter")``.
@@ -76,21 +81,22 @@ def echo_all_gather(
     tiled: bool = True,
     config: EchoConfig = EchoConfig(),
 ) -> tuple[AnyFloat, Residual | None]:
-    """The tensors of all ranks side by side: ``lax.all_gather`` in few bits.
+    """The tensors of all ranks in one: ``lax.all_gather`` in few bits.
 
-    One rounding, repaid through ``residual.send``. Gradient: the exact psum_scatter of
-    ``lax.all_gather``; the residual's cotangent passes through untouched.
+    Values are quantized once; ``residual.send`` keeps the error for the next call.
+    Gradient: the exact psum_scatter, as for ``lax.all_gather``; the residual's
+    cotangent passes through unchanged.
 
     Sharding: ``x`` varies along the axis. The result is the same on every rank, bit for
-    bit, and typed as varying, as that of ``lax.all_gather`` is.
+    bit, but typed as varying, like that of ``lax.all_gather``.
 
     Args:
       x: this rank's part; float32, bfloat16 or float16.
       residual: from ``init_residual(x, axis_name)``; None for no feedback.
       axis_name: the axis, or a tuple of axes that act as one.
-      axis: where the parts are put.
-      tiled: True concatenates along the dimension ``axis``; False stacks along a new
-        one. Note that it defaults to True here.
+      axis: the dimension of the result along which the parts are put together.
+      tiled: as in ``lax.all_gather``, but True by default. True concatenates along the
+        dimension ``axis``; False stacks along a new one.
       config: format, path and backend.
 
     Returns:

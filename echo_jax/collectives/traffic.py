@@ -23,7 +23,7 @@ SUPPORTED_DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """What a call does and why. ``str()`` gives one readable paragraph."""
+    """What a call does and why. ``str()`` says it in two sentences."""
 
     path: CallPath  # "echo": through the codec; "exact": a full-width collective
     reason: str  # why this path
@@ -34,7 +34,7 @@ class Explanation:
 
     @property
     def ratio(self) -> float:
-        """Bytes sent over the bytes of the exact path; 1.0 where nothing is sent."""
+        """Bytes sent, relative to the exact path; 1.0 where nothing is sent."""
         sent = sum(self.wire_bytes.values())
         return sent / self.exact_bytes if self.exact_bytes else 1.0
 
@@ -233,7 +233,10 @@ def _checked(shape, dtype, axis_size: int, config, verb: str) -> Shape:
 
 
 def _exact_wire_bytes(shape: Shape, dtype, axis_size: int, verb: Verb):
-    """A ring sends each of its ``N - 1`` steps one ``N``-th of what is moved."""
+    """Bytes of a ring: in each of ``N - 1`` steps a rank sends ``1/N`` of the tensor.
+
+    An all-reduce makes two such rounds; an all-gather moves ``N`` tensors of this size.
+    """
     size, others = x_bytes(shape, dtype), axis_size - 1
     if verb == "all_gather":
         return {"all_gather": others * size}
