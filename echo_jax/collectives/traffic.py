@@ -92,17 +92,17 @@ def wire_bytes(
     scatter_dimension: int = 0,
     tiled: bool = True,
 ) -> dict[str, int]:
-    """Bytes that one rank sends to others in one call, by collective, exactly.
+    """Exact number of bytes that one rank sends to others in one call, by collective.
 
-    Scales and padding are counted; what a rank keeps for itself is not. On the exact
-    path, which ``dtype`` has a say in, the count is that of a bandwidth-optimal (ring)
-    all-reduce.
+    Scales and padding are counted; the part that a rank keeps for itself is not. For a
+    call on the exact path, the count is that of a bandwidth-optimal (ring) collective.
 
     Args:
       shape: shape of the rank's ``x``.
       axis_size: number of ranks ``N``.
       config: the configuration of the call.
-      dtype: dtype of ``x``; decides the path and the bytes of the exact one.
+      dtype: dtype of ``x``; with the shape it decides which path the call takes, and
+        how many bytes the exact path sends.
       verb: the collective: ``"psum"`` (also the backward pass of ``echo_pvary``),
         ``"psum_scatter"`` or ``"all_gather"``.
       scatter_dimension: of ``psum_scatter``.

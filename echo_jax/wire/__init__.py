@@ -1,4 +1,4 @@
-"""What travels: format, blocks, rotation, packing, quantizer, bounds; no ranks."""
+"""The wire format and its error bounds: what travels, whoever exchanges it."""
 
 from echo_jax.wire.bounds import ErrorBound as ErrorBound
 from echo_jax.wire.bounds import contraction as contraction

@@ -1,8 +1,8 @@
 """From a tensor of any shape to chunks of blocks, and back.
 
-Blocks run along the last axis, so that one token never depends on another. A ragged
-last block is padded with zeros; whole blocks of zeros fill up the last chunk, one
-chunk going to each rank.
+Blocks run along the last axis and never span two rows, so that one token never depends
+on another. The last block of a row is padded with zeros. Each rank sums one chunk; all
+chunks have the same number of blocks, the last ones filled up with blocks of zeros.
 """
 
 import itertools
@@ -14,8 +14,8 @@ import jax.numpy as jnp
 
 from echo_jax.typing import AnyFloat, Rows, Shape
 
-# Pieces begin at multiples of so many blocks, where they are that large: their codes
-# are then aligned for the widest loads.
+# Pieces of at least this many blocks begin at a multiple of it, so that their codes are
+# aligned for the widest loads.
 _PIECE_BLOCKS = 64
 
 
@@ -32,13 +32,13 @@ def row_shape(shape: Shape) -> tuple[int, int]:
 
 
 def num_blocks(shape: Shape, block_size: int) -> int:
-    """Blocks that a tensor of this shape fills, the ragged ones included."""
+    """Number of blocks of a tensor of this shape, partly filled ones included."""
     rows, width = row_shape(shape)
     return rows * -(-width // block_size)
 
 
 def blocks_per_chunk(shape: Shape, block_size: int, chunks: int) -> int:
-    """Blocks in each of ``chunks`` equal chunks, the padding included."""
+    """Number of blocks in each of ``chunks`` equal chunks, padding included."""
     return -(-num_blocks(shape, block_size) // chunks)
 
 
@@ -63,10 +63,10 @@ def from_blocks(blocks: AnyFloat, shape: tuple[int, int]) -> Rows:
 
 
 def cut_pieces(blocks: int, count: int) -> list[Piece | None]:
-    """Cuts a chunk into ``count`` pieces, or as many as it has blocks.
+    """Cuts a chunk into ``count`` pieces, but no more than it has blocks.
 
     Returns:
-      The pieces in order; ``[None]``, which stands for the whole chunk, if it is one.
+      The pieces in order. A single piece is ``None``, which stands for the whole chunk.
     """
     unit = _PIECE_BLOCKS if blocks >= count * _PIECE_BLOCKS else 1
     count = max(1, min(count, blocks))
@@ -77,7 +77,7 @@ def cut_pieces(blocks: int, count: int) -> list[Piece | None]:
 
 
 def take_piece(tree, piece: Piece | None, *, axis: int):
-    """The piece's run of blocks of every leaf, blocks along ``axis``."""
+    """Every leaf cut down to the blocks of the piece; blocks lie along ``axis``."""
     if piece is None:
         return tree
     return jax.tree.map(
@@ -86,12 +86,13 @@ def take_piece(tree, piece: Piece | None, *, axis: int):
 
 
 def put_piece(tree, part, piece: Piece | None, *, axis: int):
-    """``tree`` with ``part`` in the place of the piece."""
+    """``tree`` with the blocks of the piece replaced by ``part``."""
     if piece is None:
         return part
 
     def put(leaf, run):
-        # CPUs update an array of bytes in place, one of 8-bit floats by way of others.
+        # On CPUs, arrays of bytes are updated in place; arrays of 8-bit floats are
+        # converted to a wider float and back.
         if leaf.dtype.itemsize == 1:
             leaf, run = (
                 jax.lax.bitcast_convert_type(a, jnp.uint8) for a in (leaf, run)

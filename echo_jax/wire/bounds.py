@@ -1,18 +1,20 @@
 """Closed-form bounds on the error, in block coordinates.
 
 All magnitudes are largest absolute values in block coordinates, that is after the
-rotation when the format rotates; ``peak`` bounds one rank's partial sum there.
+rotation if the format rotates; ``peak`` bounds one rank's partial sum there. The owner
+of a chunk is the rank that sums it.
 
-One rounding leaves at most half a scale, ``|v - Q(v)| <= c max|v|`` with ``c`` the
-contraction constant. Feeding the error back makes ``|w'| <= c (peak + |w|)``, a
-contraction whose fixed point ``peak c/(1 - c)`` bounds the send residual for every
-number of calls. The reduce residual obeys the same with ``|sum x| + 2 N |w|`` in place
-of ``peak``, since the owner adds ``sum_i Q(a_i) = sum_i (x_i + w_i - w_i')``. The
-telescoped error of the stream is ``-(sum_i w_i + v)``, whatever the depth.
+One rounding is off by at most half a scale, ``|v - Q(v)| <= c max|v|`` with ``c`` the
+contraction constant. With feedback the send residual therefore obeys
+``|w'| <= c (peak + |w|)``, a contraction whose fixed point ``peak c/(1 - c)`` bounds it
+after any number of calls. The reduce residual obeys the same inequality with
+``|sum x| + 2 N |w|`` in place of ``peak``, because the owner adds
+``sum_i Q(a_i) = sum_i (x_i + w_i - w_i')``. The errors of successive calls telescope:
+the error of the stream is ``-(sum_i w_i + v)``, whatever the depth.
 
-That worst case has every rank owe its most, in one direction. Rounding errors of
-different ranks are nearly independent and uniform, so that they add up like
-``sqrt(ranks)``: :func:`typical_bound`.
+In this worst case the residuals of all ranks are as large as they can be and have the
+same sign. In practice rounding errors of different ranks are nearly independent and
+uniform, so that they add up like ``sqrt(ranks)``: see :func:`typical_bound`.
 
 Source: Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression
 Schemes", 2019, for the contraction argument; "Echo: Error-Compensated 4-Bit
@@ -27,15 +29,15 @@ from typing import Literal
 
 from echo_jax.wire.format import WireFormat
 
-# A bfloat16 has 8 significant bits: rounding to the nearest moves a scale by at most
-# this part of itself.
+# A bfloat16 has 8 significant bits: rounding a scale to nearest changes it by at most
+# this relative amount.
 _SCALE_ROUNDING = 2.0**-8
 
 ResidualDtype = Literal["float32", "bfloat16", "int8", "int4"]
 
-# What storing a residual between calls changes it by at most, relative to the largest
-# that a rounding can leave: half a step of 255 or 15 in a scale for the integers, and
-# the hair by which compact.py makes the steps wider.
+# The largest error of storing a residual between calls, relative to the largest
+# residual that one rounding can leave (half a scale). The integers divide a scale into
+# 255 or 15 steps, made slightly wider by HAIR in compact.py; half a step can be lost.
 _STORAGE_ROUNDING = {
     "float32": 0.0,
     "bfloat16": 2.0**-9,
@@ -43,45 +45,48 @@ _STORAGE_ROUNDING = {
     "int4": (1.0 + 2.0**-5) / 15,
 }
 
-# Steps of the integral over a Gaussian's largest of many magnitudes, and its end.
+# The numerical integral over the largest of many Gaussian magnitudes: number of steps,
+# and upper limit in standard deviations.
 _INTEGRAL_STEPS = 2000
 _INTEGRAL_END = 10.0
 
 
 def contraction(fmt: WireFormat) -> float:
-    """``c``: the largest error of one rounding over the block's largest magnitude.
+    """``c``: the largest error of one rounding, relative to the block's peak.
 
-    ``1/(2**bits - 1)``, widened by the rounding of the scale to bfloat16 and by those
-    of float32: two on the way to the scale and two on the way to ``v / s``, which move
-    an edge by at most ``2**(bits - 1) 2**-23`` scales.
+    This is ``1/(2**bits - 1)``, increased for rounding the scale to bfloat16 and for
+    the roundings of float32 arithmetic: two in computing the scale and two in computing
+    ``v / s``, which shift the edge between two codes by at most
+    ``2**(bits - 1) 2**-23`` scales.
     """
     float32_roundings = 2.0 ** (fmt.bits - 22)
     return (1.0 + _SCALE_ROUNDING + float32_roundings) / (2**fmt.bits - 1)
 
 
 def rotation_gain(fmt: WireFormat) -> float:
-    """The most by which entering block coordinates can grow a block's peak.
+    """The largest factor by which entering block coordinates can raise a block's peak.
 
-    ``block_size * 2**-forward_exponent``, reached by a block of equal magnitudes; 1
-    without rotation. A block of Gaussian values grows by about
+    With rotation ``block_size * 2**-forward_exponent``, reached by a block of equal
+    values; 1 without. The peak of Gaussian values rises by only about
     ``sqrt(block_size) * 2**-forward_exponent``.
     """
     return fmt.block_size * 2.0**-fmt.forward_exponent if fmt.rotate else 1.0
 
 
 def inverse_gain(fmt: WireFormat) -> float:
-    """The most by which leaving block coordinates can grow an error."""
+    """The largest factor by which leaving block coordinates can increase an error."""
     return fmt.block_size * 2.0**-fmt.inverse_exponent if fmt.rotate else 1.0
 
 
 @functools.cache
 def gaussian_contraction(fmt: WireFormat) -> float:
-    """Root mean square error of one rounding of a Gaussian block, relative to it.
+    """Root mean square error of rounding a Gaussian block, relative to its values.
 
-    An error uniform within half a scale has the root mean square ``c M / sqrt(3)``,
-    ``M`` the block's largest magnitude; that of ``B`` standard Gaussian values has
-    ``E[M**2] = int 2 t (1 - erf(t / sqrt(2))**B) dt``. Alike with and without rotation,
-    which leaves independent Gaussian values what they are.
+    An error that is uniform within half a scale has the root mean square
+    ``c M / sqrt(3)``, where ``M`` is the block's largest magnitude. For ``B`` standard
+    Gaussian values, ``E[M**2] = int 2 t (1 - erf(t / sqrt(2))**B) dt``. The result is
+    the same with and without rotation, since rotated independent Gaussian values are
+    again independent Gaussian values.
     """
     step = _INTEGRAL_END / _INTEGRAL_STEPS
     square = step * sum(
@@ -92,12 +97,13 @@ def gaussian_contraction(fmt: WireFormat) -> float:
 
 
 def gaussian_stream_error(fmt: WireFormat) -> float:
-    """Root mean square error of the stream over that of one exact sum, with feedback.
+    """Root mean square error of the stream with feedback, relative to one exact sum.
 
     For Gaussian values that are independent from rank to rank. With ``k`` the Gaussian
-    contraction and ``r = k**2 / (1 - k**2)``, a rank owes ``r`` of its variance, the
-    owner ``r (1 + 2 r)`` of the sum's: ``sqrt(2 r + 2 r**2)`` in all, for every number
-    of calls and of ranks.
+    contraction and ``r = k**2 / (1 - k**2)``, the send residual has ``r`` times the
+    variance of a rank's values and the reduce residual ``r (1 + 2 r)`` times that of
+    the sum. Together this gives ``sqrt(2 r + 2 r**2)`` for any number of calls and
+    ranks.
     """
     owed = 1.0 / (1.0 / gaussian_contraction(fmt) ** 2 - 1.0)
     return math.sqrt(2.0 * owed + 2.0 * owed**2)
@@ -105,15 +111,15 @@ def gaussian_stream_error(fmt: WireFormat) -> float:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ErrorBound:
-    """Bounds on magnitudes, in block coordinates unless said otherwise."""
+    """Bounds on magnitudes, in block coordinates except for ``output``."""
 
-    contraction: float  # c: error of one rounding over the block's largest magnitude
-    # The same for Gaussian values, in root mean squares.
+    contraction: float  # c: largest error of one rounding, relative to the block's peak
+    # Root mean square error of one rounding of Gaussian values, relative to theirs.
     gaussian_contraction: float
     send_residual: float  # bound on one rank's w after any number of calls
     reduce_residual: float  # bound on the owner's v after any number of calls
     stream: float  # bound on the telescoped error of the summed outputs
-    output: float  # ``stream`` outside block coordinates
+    output: float  # bound on the same error outside block coordinates
 
 
 def error_bound(
@@ -128,7 +134,7 @@ def error_bound(
 ) -> ErrorBound:
     """Bounds the residuals and the error of a sum of ``echo_psum`` outputs.
 
-    Holds for every input, up to the roundings of float32 sums.
+    The bounds hold for every input, up to the rounding of float32 additions.
 
     Args:
       fmt: the wire format.
@@ -138,25 +144,26 @@ def error_bound(
         coordinates; ``ranks * peak`` when not given.
       calls: number of calls summed. Needed without feedback, where the error grows with
         it; with feedback the bound holds for every number of calls.
-      feedback: whether each call repays the error of the one before.
-      residual_dtype: how residuals are kept between calls. Storing them loses up to
-        1/512 of what is owed in bfloat16, 1/247 in int8, 1/14 in int4, at every call,
-        and that is not repaid: ``calls`` is needed then as well.
+      feedback: whether each call adds back the rounding error of the previous one.
+      residual_dtype: how residuals are stored between calls. At every call, storing
+        loses up to 1/512 of the residual in bfloat16, and up to 1/247 (int8) or 1/14
+        (int4) of the largest error of one rounding. These losses are never added back,
+        so that ``calls`` is needed for these dtypes too.
 
     Returns:
       An :class:`ErrorBound`, in the units of ``peak``.
 
     Raises:
-      ValueError: if ``calls`` is missing without feedback or with a loss in storage, or
-        an argument is out of range.
+      ValueError: if ``calls`` is missing without feedback or with a ``residual_dtype``
+        that loses something, or if an argument is out of range.
 
     Example:
         >>> bound = error_bound(WireFormat(bits=4), ranks=8)
         >>> round(bound.send_residual, 4)
         0.0717
 
-    The bound on the stream grows like ``N`` (each rank owes at most one rounding of its
-    own) and not with depth. What is usual is smaller:
+    The bound on the stream grows like ``N``, since every rank contributes a residual of
+    its own, and not with depth. Usual errors are smaller: see
     :func:`echo_jax.wire.typical_bound`.
     """
     _check(ranks, peak, sum_peak, calls)
@@ -165,7 +172,7 @@ def error_bound(
     total = ranks * peak if sum_peak is None else sum_peak
     if feedback:
         send = peak * c / (1.0 - c * (1.0 + loss))
-        repaid = (2.0 + loss) * ranks * send  # by which repaying changes the sum
+        repaid = (2.0 + loss) * ranks * send  # by how much send residuals move the sum
         reduce = (total + repaid) * c / (1.0 - c * (1.0 + loss))
         lost = (calls - 1) * loss if calls is not None else 0.0
         stream = (ranks * send + reduce) * (1.0 + lost)
@@ -191,39 +198,42 @@ def typical_bound(
     residual_dtype: ResidualDtype = "float32",
     failure: float = 0.01,
 ) -> ErrorBound:
-    """Bounds the error that is to be expected, where :func:`error_bound` bounds any.
+    """Bounds the error that is exceeded only with a given, small probability.
 
-    Assumed: rounding errors of different ranks (and without feedback of different
-    calls) are independent, each uniform within half a scale; and a block's values are
-    near Gaussian, so that repaying an error of ``k`` times their size, ``k`` the
-    Gaussian contraction, widens its peak by ``sqrt(1 + k**2)``. Rotated blocks come
-    close. Broken by ranks that hold the same values, and by a block without rotation in
-    which one outlier sets the scale.
+    :func:`error_bound` holds for every input; this bound is smaller and rests on two
+    assumptions. Rounding errors of different ranks (and, without feedback, of different
+    calls) are independent, each uniform within half a scale. And the values of a block
+    are nearly Gaussian, so that adding a residual of ``k`` times their size, ``k`` the
+    Gaussian contraction, raises the block's peak by ``sqrt(1 + k**2)``. Rotated blocks
+    come close to this. The assumptions fail if ranks hold the same values, or if one
+    outlier sets the scale of a block that is not rotated.
 
-    Then what a rank rounds has peaks of ``A = peak / sqrt(1 - k**2)``, what the owner
-    rounds of ``S = sqrt((sum_peak**2 + 2 N k**2 A**2) / (1 - k**2))``; the error is a
-    sum of independent uniform ones with half-widths ``c A`` (``N`` times) and ``c S``,
-    and exceeds ``t c sqrt((N A**2 + S**2) / 3)`` with probability at most
+    Under them, the values that a rank rounds have the peak
+    ``A = peak / sqrt(1 - k**2)``, and those that the owner of a chunk rounds
+    ``S = sqrt((sum_peak**2 + 2 N k**2 A**2) / (1 - k**2))``. The error is a sum of
+    independent uniform errors, ``N`` of half-width ``c A`` and one of ``c S``, and
+    exceeds ``t c sqrt((N A**2 + S**2) / 3)`` with probability at most
     ``2 exp(-t**2 / 2)``.
 
     Args:
       fmt: the wire format.
       ranks: axis size ``N``.
-      values: number of errors that are to stay below the bound together.
-      peak: root mean square over ranks of a block's largest magnitude, in block
-        coordinates. Calls differ: with feedback an exponentially weighted mean square
-        over calls counts, ``k**2`` the weight of the call before; without, the plain
-        one; where ``residual_dtype`` loses something, the larger of the two.
+      values: number of errors that all stay below the bound, but for ``failure``.
+      peak: largest magnitude of a block, in block coordinates, as the root mean square
+        over ranks. If it differs from call to call, take the root mean square over
+        calls too: without feedback the plain one; with feedback an exponentially
+        weighted one, in which each earlier call counts ``k**2`` times as much as the
+        next; where ``residual_dtype`` loses something, the larger of the two.
       sum_peak: largest magnitude of the exact sum over ranks, in block coordinates,
-        taken over calls likewise; ``ranks * peak`` when not given.
+        averaged over calls like ``peak``; ``ranks * peak`` when not given.
       calls: as in :func:`error_bound`.
       feedback: as in :func:`error_bound`.
       residual_dtype: as in :func:`error_bound`.
-      failure: probability that an error exceeds the bound.
+      failure: probability that any of the errors exceeds the bound.
 
     Returns:
-      An :class:`ErrorBound`, in the units of ``peak``; its residuals are those of
-      ranks and owners with such peaks.
+      An :class:`ErrorBound`, in the units of ``peak``. Its residuals are the largest
+      that rounding values of peaks ``A`` and ``S`` can leave.
 
     Raises:
       ValueError: as :func:`error_bound`; and if ``values`` is not at least 1 or
@@ -251,8 +261,8 @@ def typical_bound(
     if feedback:
         own = peak**2 / (1.0 - square)
         owner = (total**2 + 2.0 * ranks * square * own) / (1.0 - square)
-        # What storing w and v lost in every call before the newest: uniform too, within
-        # this part of half a scale.
+        # What storing w and v lost in every call but the newest. These errors are
+        # uniform too, within this fraction of half a scale.
         growth = 1.0 if calls is None else 1.0 + (calls - 1) * loss**2
     else:
         assert calls is not None
@@ -261,7 +271,7 @@ def typical_bound(
         growth = float(calls)
     deviations = math.sqrt(2.0 * math.log(2.0 * values / failure))
     stream = deviations * c * math.sqrt(growth * (ranks * own + owner) / 3.0)
-    # Coming out, a value is a sum of its block's errors with signs.
+    # The inverse rotation adds the block's independent errors up, with signs.
     gain = math.sqrt(fmt.block_size) * 2.0**-fmt.inverse_exponent if fmt.rotate else 1.0
     return _bound(fmt, c * math.sqrt(own), c * math.sqrt(owner), stream, gain)
 

@@ -1,14 +1,15 @@
-"""The compact residuals: one byte or half a byte a value, and one scale a block.
+"""Compact residuals: one byte or half a byte for each value, one scale for each block.
 
-What one rounding left out of a block lies within half its scale ``s`` of zero, so the
-scale is the natural unit: with ``n`` a hair under 255 or 15, a value ``e`` is kept as
-the number of its step out of ``n``, of +-127 or +-7 at most, with the scale itself, in
-bfloat16, beside its block, and read back as the middle of that step. At most
-``s/(2 n)`` is lost each time, at random: after ``L`` calls about ``sqrt(L)/n`` times
-the error of one rounding, where the other residuals lose less.
+The rounding error of a value lies within half the block's scale ``s`` of zero, so that
+the scale is its natural unit. The interval from ``-s/2`` to ``s/2`` is divided into
+``n`` steps, ``n`` slightly below 255 or 15. An error is stored as the number of its
+step, -127 to 127 or -7 to 7, and read back as the middle of that step. Each block also
+stores its scale in bfloat16. Storing loses at most ``s/(2 n)`` each time, with random
+sign: after ``L`` calls about ``sqrt(L)/n`` times the error of one rounding. Residuals
+in bfloat16 or float32 lose less.
 
-A block that could not be sent at all keeps nothing: below the smallest scale, about
-1e-36, a value is dropped, where the other residuals would keep it.
+A block whose scale is below the smallest one, about 1e-36, is sent as zeros. Its values
+are then dropped, where a residual of another dtype would keep them.
 """
 
 from typing import NamedTuple
@@ -22,38 +23,42 @@ from echo_jax.typing import Blocks, Codes, Scales
 from echo_jax.wire import quantizer
 from echo_jax.wire.format import WireFormat
 
-# A residual must be of a float dtype to be its own cotangent, so the bytes hide in an
-# 8-bit float. In this one every byte but 0x80 is a number, and 0x80 never occurs:
-# whatever copies, selects or adds zero to the array as floats keeps the bytes.
+# JAX wants a residual that is its own cotangent to have a float dtype, so the bytes are
+# stored as 8-bit floats. In this type every byte but 0x80 is a number, and 0x80 never
+# occurs here: copying, selecting or adding zero to the array as floats keeps all bytes.
 CONTAINER = jnp.float8_e4m3fnuz
-# Added to the integers that share a byte: one to fifteen, so that no byte is 0x80.
+# Added to the two integers that share a byte. They then lie in 1 to 15, so that no byte
+# is 0x80.
 NIBBLE_OFFSET = 8
-# By which there are fewer steps in a scale than numbers for them: a position in a step
-# of the code may have been rounded up to 1.
+# Steps in a scale are this much fewer than 255 or 15. A value's position within the
+# interval of its code may have been rounded up to 1, and must not give one step more.
 HAIR = 2.0**-6
-# Added to a number to have the middle of its step. Without it what is lost has a mean,
-# the same on every rank and in every call, that outgrows the random part.
+# Added to the number of a step to get its middle. Without it, the losses have a mean
+# that is the same on every rank and in every call and soon outgrows their random part.
 MIDDLE = HAIR / 2
 
 
 class Compact(NamedTuple):
-    """A residual in one byte a value; zeros owe nothing."""
+    """A residual in one byte for each value; scales of zero stand for zeros."""
 
     codes: Float[Array, "*batch block_bytes"]  # signed bytes in the bits of CONTAINER
-    scales: BFloat16[Array, "*batch"]  # the scale of the block that left them
+    scales: BFloat16[Array, "*batch"]  # scale of the block when it was last rounded
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the values that it stands for."""
+        """Shape of the values that the codes stand for."""
         return self.codes.shape
 
 
 class Nibbles(Compact):
-    """A residual in half a byte a value: the halves of a block share its bytes."""
+    """A residual in half a byte for each value.
+
+    A byte holds one value of the first half of a block and one of the second.
+    """
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the values that it stands for."""
+        """Shape of the values that the codes stand for."""
         return (*self.codes.shape[:-1], 2 * self.codes.shape[-1])
 
 
@@ -63,12 +68,12 @@ def steps_of(kind: type[Compact]) -> int:
 
 
 def steps_in(kind: type[Compact]) -> float:
-    """The same, a hair fewer."""
+    """The same, less HAIR: the number of steps that codes are computed with."""
     return steps_of(kind) - HAIR
 
 
 def zeros(shape: tuple[int, ...], kind: type[Compact] = Compact) -> Compact:
-    """A compact residual that owes nothing."""
+    """A compact residual of zeros."""
     size = shape[-1] // 2 if issubclass(kind, Nibbles) else shape[-1]
     codes = jnp.zeros((*shape[:-1], size), CONTAINER)
     return kind(codes, jnp.zeros(shape[:-1], jnp.bfloat16))
@@ -81,11 +86,11 @@ def compress(
     fmt: WireFormat,
     kind: type[Compact] = Compact,
 ) -> Compact:
-    """What ``codes`` left out of ``values``."""
+    """The rounding error of ``codes`` with respect to ``values``."""
     inverse = quantizer.inverse_scales(scales)
     usable = inverse > 0.0
-    # Of the position p within the step of its code, from 0 to 1, round(n (p - 1/2)) is
-    # floor(n p) - floor(n/2): nothing to clip.
+    # With p from 0 to 1 the position of a value within the interval of its code,
+    # round(n (p - 1/2)) equals floor(n p) - floor(n/2), which needs no clipping.
     position = values * inverse[..., None]
     position = position - (codes.astype(jnp.float32) - fmt.half_levels)
     position = jnp.where(usable[..., None], position, 0.5)
@@ -108,7 +113,7 @@ def expand(residual: Float[Array, "*batch block"] | Compact) -> Blocks:
         halves = [steps & 0xF, (steps >> 4) & 0xF]
         steps = jnp.concatenate(halves, axis=-1) - NIBBLE_OFFSET
     unit = residual.scales.astype(jnp.float32) * np.float32(1.0 / steps_in(kind))
-    # The first sum is exact, so that no contraction of the product can matter.
+    # The sum is exact in float32, so that fusing it with the product changes no bit.
     return (steps.astype(jnp.float32) + MIDDLE) * unit[..., None]
 
 

@@ -1,23 +1,23 @@
-"""The description of a wire format: widths, blocks and what they weigh."""
+"""The description of a wire format: bits, blocks and their size in bytes."""
 
 import dataclasses
 
 ALLOWED_BITS = (2, 3, 4, 6, 8)
 MIN_BLOCK_SIZE = 16
 MAX_BLOCK_SIZE = 256
-SCALE_BYTES = 2  # one bfloat16 a block
+SCALE_BYTES = 2  # one bfloat16 for each block
 
-# Bits of a code that travel together in one byte-aligned plane, low bits first.
+# How the bits of a code are divided among byte-aligned planes, lowest bits first.
 _PLANES = {2: (2,), 3: (2, 1), 4: (4,), 6: (4, 2), 8: (8,)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WireFormat:
-    """How a tensor is written on the wire: codes of ``bits`` bits in scaled blocks.
+    """How a tensor is encoded: codes of ``bits`` bits in blocks that share a scale.
 
-    A block is ``block_size`` neighbouring values of the last axis. It travels as its
-    codes, packed, and one bfloat16 scale. With ``rotate`` the block is multiplied by a
-    Hadamard matrix first, which spreads an outlier over its whole block.
+    A block is ``block_size`` neighbouring values of the last axis. It is sent as its
+    packed codes and one bfloat16 scale. With ``rotate`` the block is first multiplied
+    by a Hadamard matrix, which spreads an outlier over the whole block.
 
     Example:
         >>> fmt = WireFormat(bits=4, block_size=64)
@@ -50,12 +50,12 @@ class WireFormat:
 
     @property
     def planes(self) -> tuple[int, ...]:
-        """Widths in bits of the planes that a block's codes are cut into."""
+        """Widths in bits of the planes in which a block's codes are stored."""
         return _PLANES[self.bits]
 
     @property
     def half_levels(self) -> int:
-        """Codes on either side of zero, ``2**(bits - 1)``."""
+        """Number of codes on either side of zero, ``2**(bits - 1)``."""
         return 1 << (self.bits - 1)
 
     @property
@@ -75,10 +75,10 @@ class WireFormat:
 
     @property
     def forward_exponent(self) -> int:
-        """The rotation going in is ``2**-forward_exponent * H``."""
+        """The rotation into block coordinates is ``2**-forward_exponent * H``."""
         return (self.block_size.bit_length() - 1) // 2
 
     @property
     def inverse_exponent(self) -> int:
-        """The rotation coming out is ``2**-inverse_exponent * H``."""
+        """The rotation out of block coordinates is ``2**-inverse_exponent * H``."""
         return self.block_size.bit_length() // 2

@@ -1,10 +1,11 @@
 """Codes packed into bytes, and scales as bytes.
 
-A plane of ``p`` bits holds ``8 // p`` codes a byte. Byte ``j`` of a block's plane holds
-the codes ``j, j + n, j + 2n, ...`` with ``n = block_size * p // 8``, the first in the
-lowest bits: at 4 bits the first half of a block sits in the low nibbles and the second
-in the high ones, so that kernels load contiguous runs and never shuffle. Three bits
-travel as a plane of the two low bits and one of the high bit, six as four and two.
+In a plane of ``p`` bits, a byte holds ``8 // p`` codes. Byte ``j`` of a block's plane
+holds the codes ``j, j + n, j + 2n, ...`` with ``n = block_size * p // 8``, the first in
+the lowest bits. At 4 bits, for example, the low nibbles hold the first half of a block
+and the high nibbles the second, so that kernels load contiguous runs of values and
+never shuffle. Codes of three bits are stored as a plane of the two low bits and one of
+the high bit, codes of six bits as planes of four and two.
 """
 
 import jax

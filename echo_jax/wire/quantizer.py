@@ -1,10 +1,11 @@
-"""The numeric contract: what a block of values becomes.
+"""The quantizer: the arithmetic that turns a block into codes and a scale.
 
-With ``h = 2**(bits - 1)``, ``M`` the block's largest magnitude and ``s`` the scale, a
-value ``v`` gets the code ``q = clip(floor(v / s), -h, h - 1)`` and is read back as
-``(2q + 1) s/2``: odd multiples of half a scale, symmetric, all ``2**bits`` codes used,
-nothing clipped at either end. ``s = M / (h - 1/2)`` rounded to bfloat16, the precision
-in which it travels. Codes are stored unsigned, ``q + h``.
+With ``h = 2**(bits - 1)`` and ``M`` the block's largest magnitude, the scale ``s`` is
+``M / (h - 1/2)`` rounded to bfloat16, the precision in which it is sent. A value ``v``
+gets the code ``q = clip(floor(v / s), -h, h - 1)`` and is read back as
+``(2q + 1) s/2``. The levels are thus odd multiples of half a scale: they are symmetric,
+use all ``2**bits`` codes, and reach far enough that no value is cut off at either end.
+Codes are stored unsigned, ``q + h``.
 """
 
 import jax
@@ -14,11 +15,12 @@ import numpy as np
 from echo_jax.typing import Blocks, Codes, Scales
 from echo_jax.wire.format import WireFormat
 
-# Below this a scale counts as zero: its reciprocal and its halves stay normal floats.
+# A smaller scale counts as zero. Above it, the reciprocal and half of a scale are
+# normal floats.
 MIN_SCALE = 2.0**-120
 
-# Of the bits of a positive float32: the fraction, the number one, and the sign,
-# exponent and first half of the significand.
+# Bit patterns of float32: the mask of the fraction; the number one; and the mask of the
+# sign, the exponent and the upper half of the significand.
 _FRACTION = np.uint32(0x007FFFFF)
 _ONE = np.uint32(0x3F800000)
 _LEADING = np.uint32(0xFFFFF000)
@@ -30,9 +32,10 @@ def scale_factor(fmt: WireFormat) -> np.float32:
 
 
 def block_scales(values: Blocks, fmt: WireFormat) -> Scales:
-    """The scale of each block: zero if it is too small, NaN if it is not finite."""
+    """The scale of each block: zero if too small, NaN if a value is not finite."""
     peak = jnp.max(jnp.abs(values), axis=-1)
-    # Not an astype round trip: GPU compilers drop it, and the residual with it.
+    # Not an astype to bfloat16 and back: GPU compilers remove such a pair, and the
+    # codes and residual would then belong to another scale than the one that is sent.
     scales = jax.lax.reduce_precision(peak * scale_factor(fmt), 8, 7)
     scales = jnp.where(scales < MIN_SCALE, 0.0, scales)
     return jnp.where(jnp.isfinite(peak), scales, jnp.nan)
@@ -45,17 +48,18 @@ def encode(values: Blocks, fmt: WireFormat) -> tuple[Codes, Scales]:
     half = fmt.half_levels
     level = jnp.floor(jnp.where(inverse > 0.0, values * inverse, 0.0))
     codes = jnp.clip(level, -half, half - 1) + half
-    # By way of int32: that conversion is a vector instruction everywhere.
+    # Through int32, because every processor has a vector instruction for that step.
     return codes.astype(jnp.int32).astype(jnp.uint8), scales
 
 
 def inverse_scales(scales: Scales) -> Scales:
-    """Reciprocals, rounded as IEEE asks; zero where the scale is zero or NaN.
+    """Correctly rounded reciprocals; zero where the scale is zero or NaN.
 
-    Division on a GPU is off by up to two units in the last place, which decides the
-    code of every value that lies on an edge, as many values of bfloat16 do. One Newton
-    step from there is exact: a significand has 8 bits, so that both products with the
-    halves of its reciprocal are exact, and with them the error.
+    Division on a GPU can be off by two units in the last place. That would change the
+    codes of values on the edge between two codes, where bfloat16 values often lie. One
+    Newton step corrects it: the significand of a scale has only 8 bits, so that its
+    products with the two halves of the reciprocal are exact, and hence also the error
+    that the step removes.
     """
     usable = scales > 0.0
     bits = _to_bits(jnp.where(usable, scales, 1.0))
@@ -82,10 +86,13 @@ def levels(codes: Codes, fmt: WireFormat) -> Blocks:
 
 
 def decode(codes: Codes, scales: Scales, fmt: WireFormat) -> Blocks:
-    """What a reader of codes and scales sees: exact in float32."""
+    """The values that codes and scales stand for, exact in float32."""
     return levels(codes, fmt) * (scales * 0.5)[..., None]
 
 
 def rounding_error(values: Blocks, decoded: Blocks, scales: Scales) -> Blocks:
-    """What was not sent. A block that is not finite owes nothing: the next is clean."""
+    """The rounding error; zero for a block that is not finite.
+
+    A NaN or infinity thus does not reach later calls through the residual.
+    """
     return jnp.where(jnp.isfinite(scales)[..., None], values - decoded, 0.0)

@@ -1,9 +1,10 @@
 """The block rotation: a Hadamard matrix scaled by powers of two.
 
-``H`` has entries +-1 and ``H @ H = block_size * I``. Going in, a block is multiplied
-by ``2**-floor(log2(B)/2) H``, coming out by ``2**-ceil(log2(B)/2) H``: powers of two,
-so that scaling the input by ``2**k`` stays exact for every ``B``. Coming out, ``H``
-acts on the integer levels, exactly in float32, hence alike on every backend.
+``H`` has entries +-1 and ``H @ H = block_size * I``. A block is multiplied by
+``2**-floor(log2(B)/2) H`` to enter block coordinates and by ``2**-ceil(log2(B)/2) H``
+to leave them. Both factors are powers of two, also where ``sqrt(B)`` is not, so that
+they cause no rounding. On the way out ``H`` acts on the integer levels of the codes,
+which is exact in float32 and therefore gives the same bits on every backend.
 
 Source: Tseng et al., "QuIP#: Even Better LLM Quantization with Hadamard Incoherence and
 Lattice Codebooks", 2024, for the use of the transform against outliers.
@@ -29,7 +30,7 @@ def hadamard(block_size: int) -> np.ndarray:
 
 
 def transform(x: Blocks) -> Blocks:
-    """``x @ H`` along the last axis in full float32, where GPUs would take TF32."""
+    """``x @ H`` along the last axis, in float32 also where GPUs default to TF32."""
     return jnp.matmul(
         x,
         hadamard(x.shape[-1]),
@@ -40,8 +41,8 @@ def transform(x: Blocks) -> Blocks:
 
 def rotate(x: Blocks, fmt: WireFormat) -> Blocks:
     """Into block coordinates; the identity when the format does not rotate."""
-    # Scaled before the sum: a block overflows only within a factor of
-    # block_size * 2**-forward_exponent of the float32 limit.
+    # Scaled before the transform, so that a block overflows only if its values come
+    # within a factor of block_size * 2**-forward_exponent of the float32 limit.
     return transform(x * 2.0**-fmt.forward_exponent) if fmt.rotate else x
 
 
