@@ -1,4 +1,7 @@
-"""How a device makes what travels. ``xla`` is the definition of every other backend."""
+"""The codec: how a device encodes and decodes payloads.
+
+The ``xla`` backend defines the results that every other backend must reproduce.
+"""
 
 from echo_jax.kernels.api import Codec as Codec
 from echo_jax.kernels.api import get_codec as get_codec

@@ -1,4 +1,4 @@
-"""The one interface that every codec backend has, and the choice among them."""
+"""The interface that all codec backends share, and the choice among them."""
 
 import dataclasses
 import functools
@@ -12,38 +12,39 @@ from echo_jax.config import Backend
 from echo_jax.kernels import dispatch, xla
 from echo_jax.wire.format import WireFormat
 
-# Formats whose codes fill whole bytes slot by slot; the others take two planes.
+# Widths of code that the kernels support: those that divide a byte. The others are
+# stored in two planes.
 KERNEL_BITS = (2, 4, 8)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Codec:
-    """The stages of a two-shot all-reduce that run on one device.
+    """The stages of a quantized all-reduce that run on one device.
 
-    ``chunks`` is the number of ranks, ``blocks`` the blocks of one chunk:
+    ``chunks`` is the number of ranks and ``blocks`` the number of blocks in one chunk,
     ``ceil(rows * ceil(width / block_size) / chunks)``. A payload has
-    ``blocks * fmt.block_bytes`` bytes. A residual is an array of the shape given, a
-    :class:`~echo_jax.wire.compact.Compact` of it, or None; without one, None is
-    returned for it.
+    ``blocks * fmt.block_bytes`` bytes. A residual is an array of the shape given below,
+    a :class:`~echo_jax.wire.compact.Compact` of that shape, or None; if it is None, so
+    is the residual that is returned.
 
     * ``send(x, residual, *, fmt, chunks, piece) -> (payloads, residual)``: adds the
       residual ``(chunks, blocks, block_size)`` to the rotated blocks of
-      ``x (rows, width)``, quantizes and packs one payload for each rank; the new
-      residual is what was left out.
+      ``x (rows, width)``, quantizes them and packs one payload for each rank; the new
+      residual is the rounding error.
     * ``reduce(payloads, residual, *, fmt, piece) -> (payload, residual)``: dequantizes
-      one chunk of each rank, adds them in rank order in float32, then the residual
-      ``(blocks, block_size)``, and quantizes the sum.
+      the same chunk from each rank, adds these in rank order in float32, adds the
+      residual ``(blocks, block_size)``, and quantizes the sum.
     * ``return_(payloads, *, shape, dtype, fmt, stream, piece, out) -> x``: dequantizes
-      the gathered payloads, rotates back, adds ``stream`` if there is one, in float32,
-      and casts, to rows of ``shape``.
-    * ``sum_chunks(payloads, *, shape, dtype, fmt) -> x``: the sum of ``reduce`` handed
-      out in full precision instead, for a reduce-scatter.
+      the gathered payloads, rotates back, adds ``stream`` in float32 if there is one,
+      and casts the result, rows of ``shape``, to ``dtype``.
+    * ``sum_chunks(payloads, *, shape, dtype, fmt) -> x``: the sum that ``reduce``
+      computes, rotated back but not quantized, for a reduce-scatter.
 
-    With a ``piece``, a :class:`~echo_jax.wire.blocks.Piece`, a stage does its work for
-    that run of each chunk's blocks alone, and payloads hold no other. Arrays in which a
-    piece has its place (``x``, residuals, rows) stay whole: what is not the piece's
-    comes out as it went in. The rows of earlier pieces go into ``return_`` as ``out``;
-    without them the rest of the rows is undefined.
+    With a ``piece``, a :class:`~echo_jax.wire.blocks.Piece`, a stage processes only
+    that run of blocks in each chunk, and payloads hold only those blocks. ``x``,
+    residuals and rows are passed whole all the same; what lies outside the piece is
+    returned unchanged. The rows of earlier pieces are passed to ``return_`` as ``out``;
+    without it, the rows outside the piece are undefined.
     """
 
     name: str
@@ -63,15 +64,16 @@ XLA = Codec(
 
 
 def get_codec(backend: Backend, fmt: WireFormat) -> Codec:
-    """The codec that runs ``fmt`` under this choice of backend.
+    """The codec for ``fmt`` under this choice of backend.
 
-    ``"auto"`` takes the best kernels that can be compiled here, Triton before Pallas,
-    wherever a program is lowered for an NVIDIA GPU, and the definition elsewhere; its
-    name says both. Compiling ahead for a GPU that is not here needs ``"auto"``.
+    Where a program is lowered for an NVIDIA GPU, ``"auto"`` uses the best kernels that
+    can be compiled in this installation, Triton before Pallas; on other platforms it
+    uses the definition. Its name lists both. Compiling ahead of time for a GPU that
+    this machine does not have needs ``"auto"``.
 
     Raises:
-      ValueError: if an explicitly chosen backend cannot run. Never falls back from an
-        explicit choice.
+      ValueError: if an explicitly chosen backend cannot run; another is never used
+        instead.
     """
     if backend == "xla":
         return XLA
@@ -87,7 +89,7 @@ def get_codec(backend: Backend, fmt: WireFormat) -> Codec:
 
 @functools.cache
 def _with_kernels(name: str, elsewhere: str | None = None) -> Codec:
-    """A codec of the kernels in the module of that name."""
+    """A codec of the kernels in the module ``name``."""
     kernels = importlib.import_module(f"echo_jax.kernels.{name}")
     fall_back = elsewhere is not None
     return Codec(

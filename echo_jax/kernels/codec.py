@@ -1,4 +1,4 @@
-"""``quantize`` and ``dequantize``: the codec alone, without ranks."""
+"""``quantize`` and ``dequantize``: the codec alone, without communication."""
 
 import math
 
@@ -14,17 +14,17 @@ from echo_jax.wire.format import WireFormat
 def quantize(
     x: FloatLike, fmt: WireFormat = WireFormat(), *, backend: Backend = "auto"
 ) -> Payload:
-    """Writes a tensor as it would travel to one rank.
+    """Encodes a tensor as it would be sent to a single rank.
 
     Args:
       x: any shape; float32, bfloat16 or float16. Blocks run along the last axis.
       fmt: the wire format.
-      backend: who runs the codec.
+      backend: which implementation of the codec to use.
 
     Returns:
       A uint8 vector of ``rows * ceil(width / block_size) * fmt.block_bytes`` bytes: the
-      codes of all blocks, then their bfloat16 scales. A value is off by at most
-      ``error_bound(fmt, ranks=1, peak=...)``'s contraction times its block's peak.
+      codes of all blocks, then their bfloat16 scales. In block coordinates, a value is
+      off by at most ``echo_jax.wire.contraction(fmt)`` times its block's peak.
 
     Raises:
       ValueError: if ``x`` is not floating-point, or the backend cannot run.
@@ -53,20 +53,20 @@ def dequantize(
     *,
     backend: Backend = "auto",
 ) -> AnyFloat:
-    """Reads a payload back: the inverse of :func:`quantize` up to the rounding.
+    """Decodes a payload: the inverse of :func:`quantize` up to its rounding.
 
     Args:
       payload: from :func:`quantize`.
       shape: shape of the tensor.
-      dtype: dtype of the result; the value is exact in float32.
-      fmt: the wire format that wrote the payload.
-      backend: who runs the codec.
+      dtype: dtype of the result; float32 holds the decoded values exactly.
+      fmt: the wire format that the payload was made with.
+      backend: which implementation of the codec to use.
 
     Returns:
       The tensor.
 
     Raises:
-      ValueError: if the payload does not have the bytes that shape and format need.
+      ValueError: if the payload has another length than shape and format imply.
 
     Example:
         >>> fmt = WireFormat(bits=4)

@@ -1,12 +1,13 @@
-"""One codec from kernels for a GPU and the definition for everything else.
+"""One codec made of GPU kernels and, on all other platforms, the XLA definition.
 
-Who runs is decided when a program is lowered for a platform, so that a process without
-a GPU can compile for one, and one program may hold both. ``vmap`` becomes one launch
-over a batch of messages: it is how ranks are simulated on one device.
+Which of the two runs is decided when a program is lowered for a platform. A process
+without a GPU can therefore compile for one, and one program may hold both. ``vmap``,
+by which ranks are simulated on one device, becomes a single launch over a batch of
+messages.
 
-A module of kernels has the stages with one more leading axis on every array, the batch:
-``send(x, residual, *, fmt, chunks, piece)``, ``reduce(payloads, residual, *, fmt,
-piece)`` and ``return_(payloads, stream, out, *, shape, dtype, fmt, piece)``.
+A kernel module implements the stages with one more leading axis, the batch, on every
+array: ``send(x, residual, *, fmt, chunks, piece)``, ``reduce(payloads, residual, *,
+fmt, piece)`` and ``return_(payloads, stream, out, *, shape, dtype, fmt, piece)``.
 """
 
 import functools
@@ -54,7 +55,7 @@ def _call(kernel: Callable, definition: Callable | None, *args):
     elsewhere = {} if definition is None else {"default": jax.vmap(definition)}
 
     def typed(*args):
-        # Custom calls forget along which axes their results vary.
+        # The results of custom calls are not typed as varying along any axis.
         vary = frozenset().union(*map(axes.varying_axes, jax.tree.leaves(args)))
         retype = functools.partial(axes.to_varying, axes=vary)
         return jax.tree.map(retype, kernel(*args))

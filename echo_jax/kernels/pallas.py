@@ -1,9 +1,10 @@
-"""The kernels in Pallas' generic language, for GPUs without jax-triton.
+"""The kernels in Pallas' generic language, for GPUs where jax-triton is not installed.
 
-The stages of ``triton_kernels.py``, written for clarity; Pallas' interpreter runs them
-on a CPU. A tile divides the blocks of a chunk, so nothing is masked: a ragged last
-block and the padding of the last chunk are filled and cut off outside, by XLA. Every
-array has a leading batch axis, see :mod:`echo_jax.kernels.dispatch`.
+The same stages as in ``triton_kernels.py``, written for clarity rather than speed;
+Pallas' interpreter runs them on a CPU. The tile size divides the number of blocks in a
+chunk, so that nothing is masked: XLA pads partly filled blocks and the last chunk
+before the kernels run, and removes the padding afterwards. Every array has a leading
+batch axis, see :mod:`echo_jax.kernels.dispatch`.
 """
 
 import functools
@@ -132,7 +133,8 @@ def _encode_call(kernel, source, spec, residual, *, fmt, blocks: int, interpret:
 
 def _call(kernel, inputs, in_specs, outputs, out_specs, *, interpret: bool, **options):
     if not interpret:
-        # Without them, newer versions of JAX pick a language that Ampere does not have.
+        # Without these parameters, newer versions of JAX choose Mosaic GPU, whose
+        # target is Hopper and which Ampere cannot be relied on to run.
         from jax.experimental.pallas import triton as pallas_triton
 
         options["compiler_params"] = pallas_triton.CompilerParams(num_warps=_NUM_WARPS)
@@ -175,8 +177,8 @@ def _return_kernel(payloads_ref, *refs, fmt: WireFormat, blocks: int):
 
 
 def _encode(values, refs, fmt: WireFormat, blocks: int) -> None:
-    """Adds the residual, quantizes, writes the payload and what it leaves out."""
-    owed = refs[: len(refs) // 2]  # none, the values, or codes and scales
+    """Adds the residual, quantizes, writes the payload and the rounding error."""
+    owed = refs[: len(refs) // 2]  # nothing, the values, or their codes and scales
     payload_ref, *left = refs[len(owed) :]
     halved = bool(owed) and owed[0].shape[-1] < fmt.block_size
     kind = Nibbles if halved else Compact
@@ -211,12 +213,12 @@ def _encode(values, refs, fmt: WireFormat, blocks: int) -> None:
 
 def _scales(values, fmt: WireFormat):
     """The scale of each block and its reciprocal, which is zero if it is not usable."""
-    # Maxima on a GPU drop NaN.
+    # The maximum on a GPU ignores NaN.
     magnitude = jnp.where(jnp.isnan(values), jnp.inf, jnp.abs(values))
     peak = jnp.max(magnitude, axis=1)
     bits = peak * quantizer.scale_factor(fmt)
     bits = jax.lax.bitcast_convert_type(bits, jnp.uint32)
-    bits = bits + 0x7FFF + ((bits >> 16) & 1)  # to the nearest bfloat16, ties to even
+    bits = bits + 0x7FFF + ((bits >> 16) & 1)  # round to nearest bfloat16, ties to even
     scales = jax.lax.bitcast_convert_type(bits & np.uint32(0xFFFF0000), jnp.float32)
     scales = jnp.where(scales < quantizer.MIN_SCALE, 0.0, scales)
     scales = jnp.where(peak < jnp.inf, scales, jnp.nan)
@@ -226,9 +228,9 @@ def _scales(values, fmt: WireFormat):
 def _transform(x):
     """The Hadamard transform of each row.
 
-    Each step combines neighbours, then moves the sums to the front half and the
-    differences to the back half: after as many steps as the row's index has bits, every
-    bit has been combined and is back in its place.
+    Each step adds and subtracts neighbours, then moves the sums to the first half and
+    the differences to the second. This rotates the bits of the index: after as many
+    steps as it has bits, each bit has been combined once and is back in its place.
     """
     tile, size = x.shape
     for _ in range(size.bit_length() - 1):
@@ -247,7 +249,7 @@ def _write(payload_ref, level, scales, fmt: WireFormat, blocks: int) -> None:
     body = pl.ds(first * fmt.code_bytes, tile * fmt.code_bytes)
     payload_ref[entry, body] = codes.astype(jnp.uint8).reshape(-1)
     bits = jax.lax.bitcast_convert_type(scales, jnp.uint32)
-    # Byte by byte, and not by way of bfloat16: whose low byte came out wrong on a GPU.
+    # Extracted byte by byte: through bfloat16 the low byte came out wrong on a GPU.
     for byte, at in enumerate(_scale_bytes(first, tile, fmt, blocks)):
         wanted = (bits >> (16 + 8 * byte)) & 0xFF
         payload_ref[entry, at] = wanted.astype(jnp.int32).astype(jnp.uint8)
@@ -270,7 +272,7 @@ def _read(payloads_ref, index, fmt: WireFormat, blocks: int):
 
 
 def _pack(codes, bits: int):
-    """Puts the parts of a block that share bytes together."""
+    """Packs the parts of a block that share bytes."""
     slots = 8 // bits
     if slots == 1:
         return codes
@@ -292,7 +294,7 @@ def _unpack(packed, bits: int):
 
 
 def _scale_bytes(first, tile: int, fmt: WireFormat, blocks: int) -> list:
-    """Where the low and the high bytes of a tile's scales are."""
+    """The places in a payload of the low and the high bytes of a tile's scales."""
     start = blocks * fmt.code_bytes + first * SCALE_BYTES
     return [pl.ds(start + byte, tile, SCALE_BYTES) for byte in range(SCALE_BYTES)]
 
@@ -315,12 +317,12 @@ def _unstack(parts):
 
 
 def _tile(blocks: int) -> int:
-    """The largest power of two of blocks that divides a chunk, up to a limit."""
+    """Blocks in a tile: the largest power of two up to _TILE that divides a chunk."""
     return math.gcd(blocks, _TILE)
 
 
 def _tiles(blocks: int, *inner: int) -> pl.BlockSpec:
-    """A tile of the blocks of one entry, and all of each block."""
+    """The block spec for a tile of whole blocks of one leading entry."""
     rest = (0,) * len(inner)
     return pl.BlockSpec((None, _tile(blocks), *inner), lambda i, j: (i, j, *rest))
 
@@ -330,7 +332,7 @@ def _cut(x, fmt: WireFormat, chunks: int):
 
 
 def _like(leaf, source) -> jax.ShapeDtypeStruct:
-    """The shape of a result that varies along the axes that ``source`` varies on."""
+    """The type of a result like ``leaf`` that varies along the axes of ``source``."""
     kind = jax.typeof(source).manual_axis_type
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, manual_axis_type=kind)
 

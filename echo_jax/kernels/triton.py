@@ -1,8 +1,8 @@
-"""The calling side of the Triton kernels, by jax-triton.
+"""Launches the Triton kernels through jax-triton.
 
-Every array has a leading batch axis, see :mod:`echo_jax.kernels.dispatch`. The import
-fails where jax-triton is missing, or CUDA's plugin, which version 0.3 asks for;
-:func:`echo_jax.kernels.api.get_codec` imports this module when it first needs it.
+Every array has a leading batch axis, see :mod:`echo_jax.kernels.dispatch`. Importing
+this module fails without jax-triton and, with its version 0.3, without JAX's CUDA
+plugin. :func:`echo_jax.kernels.api.get_codec` therefore imports it only when needed.
 """
 
 import dataclasses
@@ -25,29 +25,31 @@ from echo_jax.wire.rotation import hadamard
 class _Tuning:
     """How one kernel is cut into programs; measured on an H200, see experiments/."""
 
-    tile_values: int  # values of a tile; 16 or 32 a thread keep many programs resident
-    num_warps: int  # of a program; few, so that its barriers wait for few
-    stages: int = 1  # tiles that a program has in flight; 1: a program for each tile
-    resident: int = 0  # programs that stay on each multiprocessor, with more stages
+    # Values of a tile. With 16 or 32 for each thread, many programs stay resident.
+    tile_values: int
+    num_warps: int  # of a program; with few, barriers wait for few
+    # Tiles that a program has in flight. With 1, each tile has a program of its own.
+    stages: int = 1
+    resident: int = 0  # programs for each multiprocessor, where stages are more than 1
 
 
-# Without rotation a kernel is loads, a little arithmetic and stores: small programs
-# and many of them hide the latency best. With it, the tensor cores and their barriers
-# come in between, and programs that stay and fetch ahead do: as many as the registers
-# have room for, or the rest would begin when the others are done. Of 64 threads those
-# are ten with up to 96 registers a thread. Sending blocks of 32 takes 128, by the count
-# of what is compiled, and has not been measured since.
+# Without rotation a kernel is loads, a little arithmetic and stores; many small
+# programs hide memory latency best. With rotation, tensor cores and barriers come in
+# between, and persistent programs that load ahead are faster. There are as many of them
+# as the registers have room for, since any others would start only when these are done:
+# ten of 64 threads, with up to 96 registers for each thread. Sending blocks of 32 takes
+# 128 registers, as counted in the compiled code, hence eight; this has not been timed.
 _SEND = _Tuning(tile_values=1024, num_warps=2)
-_SEND_NIBBLES = _Tuning(tile_values=2048, num_warps=2)  # 16 bytes of them a thread
+_SEND_NIBBLES = _Tuning(tile_values=2048, num_warps=2)  # 16 bytes for each thread
 _REDUCE = _Tuning(tile_values=1024, num_warps=1)
 _RETURN = _Tuning(tile_values=1024, num_warps=1)
 _ROTATING = _Tuning(tile_values=2048, num_warps=2, stages=3, resident=10)
 _SEND_ROTATING_32 = dataclasses.replace(_ROTATING, resident=8)
-_SMALLEST_DOT = 16  # rows that the tensor cores take at least
+_SMALLEST_DOT = 16  # the fewest rows that the tensor cores take
 _PART_WIDTH = 32  # see triton_kernels
 _WIDEST_ACCESS = 16  # bytes or values beyond which alignment gains nothing
-# Where no GPU is at hand: code for this capability runs on all later ones; and the
-# multiprocessors of an H200.
+# Assumed when compiling without a GPU: a compute capability whose code all later GPUs
+# run, and the number of multiprocessors of an H200.
 _OLDEST_CAPABILITY, _MULTIPROCESSORS = 80, 132
 
 
@@ -156,7 +158,7 @@ def return_(
 def _launch(
     kernel, operands, results, extent, *, in_place, fmt: WireFormat, tuning, **constants
 ):
-    """Runs a kernel over ``extent``: blocks, a tile of them at a time, times chunks."""
+    """Runs a kernel over ``extent``: blocks, in tiles, and chunks."""
     blocks, chunks = extent
     tile = tuning.tile_values // fmt.block_size
     if constants.get("ROTATE"):
@@ -197,22 +199,25 @@ def _run(piece: Piece | None, chunk_blocks: int) -> tuple[int, int]:
 
 
 def _place(chunk_blocks: int, start: int, blocks: int, payload_bytes: int):
-    """What a kernel must know of chunks and pieces."""
+    """A kernel's arguments about chunks, pieces and payloads."""
     return [chunk_blocks, start, blocks, payload_bytes // _alignment(payload_bytes)]
 
 
 def _part_width(fmt: WireFormat) -> int:
-    """Values of a block that form one part: no more than packed bytes share."""
+    """Values of a block in one part; no more than the block has packed bytes."""
     return min(_PART_WIDTH, fmt.code_bytes, fmt.block_size // 2)
 
 
 def _matrix(fmt: WireFormat, exponent: int) -> jax.Array:
-    """The Hadamard matrix of a part, scaled so that going in nothing overflows."""
+    """The Hadamard matrix of a part times ``2**-exponent``.
+
+    Scaling the matrix of the forward rotation keeps its sums from overflowing.
+    """
     return jnp.asarray(hadamard(_part_width(fmt)) * 2.0**-exponent, jnp.bfloat16)
 
 
 def _rows(shape, fmt: WireFormat):
-    """What a kernel must know of the rows: arguments, and constants of its code."""
+    """A kernel's arguments about rows, and the constants it is compiled with."""
     rows, width = shape
     blocks_per_row = -(-width // fmt.block_size)
     alignment = _alignment(width)
@@ -222,7 +227,7 @@ def _rows(shape, fmt: WireFormat):
 
 
 def _alignment(count: int) -> int:
-    """The power of two that divides a stride, as far as wide accesses can use it."""
+    """The largest power of two that divides a stride, up to the widest access."""
     return math.gcd(count, _WIDEST_ACCESS)
 
 
@@ -235,7 +240,7 @@ def _kind(residual) -> str:
 
 
 def _residual_operands(residual, unused):
-    """The arrays of a residual; without one, any others, which no kernel looks at."""
+    """The arrays of a residual; without one, placeholders that kernels do not read."""
     if residual is None:
         return unused, unused
     if isinstance(residual, Compact):
@@ -244,7 +249,7 @@ def _residual_operands(residual, unused):
 
 
 def _residual_places(residual) -> range:
-    """Where they stand among the operands: behind the first."""
+    """The positions of a residual's arrays among the operands: after the first."""
     return range(1, 1 + len(jax.tree.leaves(residual)))
 
 
@@ -257,7 +262,7 @@ def _residual_result(residual, arrays):
 
 
 def _compute_capability() -> int:
-    """That of the local GPU, times ten."""
+    """The compute capability of the local GPU, times ten."""
     gpu = _local_gpu()
     return int(float(gpu.compute_capability) * 10) if gpu else _OLDEST_CAPABILITY
 

@@ -1,14 +1,14 @@
-"""Calls a Triton kernel by jax-triton, 0.3 or 0.4: all that differs between the two.
+"""Calls Triton kernels through jax-triton; hides how versions 0.3 and 0.4 differ.
 
-A kernel's parameters are its operands, then its results, then ``new_...`` for each
-operand that it may write in place, then its constants. An array that is written in
-place is an operand and a result that share their memory. jax-triton 0.3 passes its
-address twice, the second time as ``new_...``; from 0.4 on it comes once, and
-``new_...`` is None.
+A kernel's parameters are its operands, then its results, then a ``new_...`` parameter
+for each operand that it may write in place, then its constants. An array that is
+written in place is an operand and a result that share their memory. jax-triton 0.3
+passes its address twice, the second time as ``new_...``; version 0.4 passes it once,
+and ``new_...`` is None.
 
-Version 0.4 would rather have a ``jax.Ref`` for such an array, and says so in a
-DeprecationWarning. But the value of a Ref comes out of its kernels without the axes it
-varies along, which ``jax.shard_map`` refuses where platforms are told apart.
+For such an array, version 0.4 recommends a ``jax.Ref`` and emits a DeprecationWarning.
+But the value of a Ref that a kernel has written is not typed as varying along any axis,
+which ``jax.shard_map`` refuses in code that depends on the platform.
 """
 
 import inspect
@@ -17,9 +17,9 @@ from collections.abc import Iterable, Sequence
 import jax
 import jax_triton
 
-# The two of version 0.4 so far rely on what JAX 0.12 has changed.
+# Both releases of version 0.4 so far rely on something that JAX 0.12 changed.
 _NOT_WITH_JAX_0_12 = ((0, 4, 0), (0, 4, 1))
-# Where version 0.4 differs, its arguments have other names.
+# Version 0.4 is recognized by the name of an argument.
 _PASSES_ONCE = "out_type" in inspect.signature(jax_triton.triton_call).parameters
 
 if jax.__version_info__ >= (0, 12) and (
@@ -45,8 +45,8 @@ def call(
     Args:
       kernel: from ``triton.jit``.
       operands: arrays and integers, in the order of the kernel's parameters.
-      results: what the kernel writes to memory of its own.
-      in_place: positions among the operands of the arrays that it writes to.
+      results: shapes of the results that get memory of their own.
+      in_place: positions, among the operands, of the arrays that are written in place.
       constants: by name, for the kernel's ``constexpr`` parameters.
       **launch: ``name``, ``grid``, ``num_warps`` and ``compute_capability``, see
         ``jax_triton.triton_call``.
@@ -68,7 +68,7 @@ def call(
 
 
 def _options_0_3(operands, shapes, in_place, places) -> dict:
-    # Operands are counted by their arrays alone.
+    # Version 0.3 numbers operands without counting integers.
     arrays = [n for n, operand in enumerate(operands) if not isinstance(operand, int)]
     return {
         "out_shape": shapes,
@@ -88,7 +88,7 @@ def _options_0_4(operands, shapes, in_place, places) -> dict:
 
 
 def _aliases(positions: Iterable[int], shapes: Sequence) -> dict[int, int]:
-    """Operands to results; those in place are the last of these."""
+    """Maps operands to results; arrays written in place are the last results."""
     positions = list(positions)
     first = len(shapes) - len(positions)
     return {position: first + n for n, position in enumerate(positions)}

@@ -1,23 +1,26 @@
 """The codec's three kernels in Triton: send, reduce and return.
 
-A program owns ``TILE`` blocks of one chunk and keeps them as a tuple of *parts*, each
-``(TILE, WIDTH)`` values in float32: part ``p`` holds the values ``p WIDTH`` to
-``(p + 1) WIDTH`` of every block. With ``8 / BITS`` slots a byte, byte ``j`` of a block
-holds one value of each of as many parts, so that packing is a shift and an or of whole
+A program processes ``TILE`` blocks of one chunk at a time and keeps them as a tuple of
+*parts*, each ``(TILE, WIDTH)`` values in float32: part ``p`` holds the values
+``p WIDTH`` to ``(p + 1) WIDTH`` of every block. A byte has ``8 / BITS`` slots and holds
+one value from each of as many parts, so that packing is a shift and an or of whole
 parts, and nothing is ever shuffled. ``WIDTH`` is 32 where the block allows it: a row of
-a part is then two sectors of bfloat16, and the Hadamard matrix of a part one operand of
-the tensor cores. The Hadamard matrix of a block is the one over its parts times the one
-within a part, so the rest of the rotation is additions of whole parts.
+a part is then two memory sectors in bfloat16, and the Hadamard matrix of a part is one
+operand of the tensor cores. The Hadamard matrix of a block is the Kronecker product of
+the one over its parts and the one within a part, so that the rest of the rotation adds
+and subtracts whole parts.
 
-Multiply-adds are written out as ``fma``, and the compiler's own contraction is off:
-every product fused here is exact, so that the results are those of the definition,
-``kernels/xla.py``.
+Multiply-adds are written out as ``fma``, and the compiler does not fuse any itself.
+Every product that is fused here is exact, so that the results equal those of the
+definition, ``kernels/xla.py``.
 
-A ``new_...`` parameter is the place of an array that is written in place, or None: then
-it is the place of the old one, see :mod:`echo_jax.kernels.triton_call`.
+A ``new_...`` parameter is the address at which to write an array in place. If it is
+None, that is the address of the operand itself, see
+:mod:`echo_jax.kernels.triton_call`.
 
-Messages are the entries of a batch (of ``vmap``), one launch for all. Offsets within a
-tile are 32 bits wide, the start of a tile 64: a tensor may have any number of elements.
+Messages are the entries of a batch (of ``vmap``); one launch processes all of them.
+Offsets within a tile have 32 bits and the start of a tile has 64, so that a tensor may
+have any number of elements.
 """
 
 import triton
@@ -48,13 +51,13 @@ def send_kernel(
     owed,
     owed_scales,
     matrix,  # the Hadamard matrix of a part, times a power of two
-    total_blocks,  # blocks of a message; those past it, up to chunks * blocks, are zero
+    total_blocks,  # of a message; blocks after these, up to whole chunks, are zero
     blocks_per_row,
     row_units,  # values of a row, in units of ROW_ALIGN
     chunks,
     chunk_blocks,  # blocks of a chunk
-    piece_start,  # the first of them that is sent
-    blocks,  # how many are sent
+    piece_start,  # the first block of a chunk that is sent
+    blocks,  # how many blocks of a chunk are sent
     payload_units,  # bytes of a payload, in units of ALIGN
     payloads,
     new_owed: tl.constexpr,
@@ -71,7 +74,7 @@ def send_kernel(
     TILE: tl.constexpr,
     STAGES: tl.constexpr,  # tiles whose loads are in flight at once
 ):
-    """Adds the residual, rotates, quantizes, packs; keeps what was left out."""
+    """Rotates, adds the residual, quantizes and packs; stores the rounding error."""
     if new_owed is None:
         new_owed = owed
     if new_owed_scales is None:
@@ -139,7 +142,7 @@ def _send_tile(
         x, first, row, inside & (first + row < total_blocks), blocks_per_row,
         row_width, RAGGED, SIZE, WIDTH,
     )  # fmt: skip
-    # Before the rotation, whose barriers would hold these loads up.
+    # Loaded before the rotation, whose barriers would delay these loads.
     start = chunk.to(tl.int64) * chunk_blocks + piece_start + tile * TILE
     stride: tl.constexpr = SIZE // 2 if KIND == "nibbles" else SIZE
     kept = load_owed(
@@ -181,7 +184,7 @@ def reduce_kernel(
     ALIGN: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Adds one chunk of each rank, in rank order, and the residual; quantizes that."""
+    """Adds one chunk of each rank, in rank order, and the residual; quantizes."""
     if new_owed is None:
         new_owed = owed
     if new_owed_scales is None:
@@ -199,7 +202,7 @@ def reduce_kernel(
     )
     levels, scale = read(body, tail, row, inside, BITS, SIZE, WIDTH)
     values = scale_parts(levels, scale)
-    # Unrolled as far as it goes, for the loads of all ranks to be in flight at once.
+    # Unrolled for up to 16 ranks, so that the loads of all are in flight at once.
     for rank in tl.range(1, RANKS, loop_unroll_factor=min(RANKS, 16) - 1):
         skip = tl.full((), ALIGN, tl.int64) * payload_units * rank
         levels, scale = read(
@@ -230,7 +233,7 @@ def return_kernel(
     piece_start,
     blocks,
     payload_units,
-    out,  # with the pieces before this one
+    out,  # the rows, in which earlier pieces are already written
     new_out: tl.constexpr,
     ADD: tl.constexpr,  # whether to add to the stream
     RAGGED: tl.constexpr,

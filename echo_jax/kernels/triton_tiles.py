@@ -1,4 +1,4 @@
-"""What the Triton kernels do with one tile: see ``triton_kernels.py``."""
+"""The steps of the Triton kernels on one tile; see ``triton_kernels.py``."""
 
 import triton
 import triton.language as tl
@@ -6,9 +6,9 @@ from triton.language.extra.cuda import libdevice
 
 _SMALLEST_SCALE = tl.constexpr(2.0**-120)
 _LARGEST_FLOAT = tl.constexpr(3.4028234663852886e38)
-# The interpreter knows no libdevice.
+# The interpreter has no libdevice, and needs other code in a few places.
 _INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
-# The tensor cores take matrices of 16 columns and more.
+# The tensor cores take matrices of at least 16 columns.
 _SMALLEST_DOT = tl.constexpr(16)
 
 
@@ -24,7 +24,7 @@ def sections(
     ALIGN: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Where a tile's codes and scales begin in the payload of that index."""
+    """Pointers to a tile's codes and scales in the payload number ``index``."""
     code_bytes: tl.constexpr = SIZE * BITS // 8
     payload = payloads + index.to(tl.int64) * (payload_units * ALIGN)
     body = payload + tl.full((), TILE * code_bytes, tl.int64) * tile
@@ -36,8 +36,12 @@ def sections(
 def message_size(
     total_blocks, blocks_per_row, row_width, RAGGED: tl.constexpr, SIZE: tl.constexpr
 ):
-    """Values of a message; full blocks give away that it is a multiple of a block."""
-    # An argument of value 1 arrives as a constant, which has no dtype to convert.
+    """Number of values in a message.
+
+    Without ragged rows it is computed from the number of blocks, which shows the
+    compiler that it is a multiple of the block size and so aligned.
+    """
+    # tl.full, since an argument of value 1 is a constant without a dtype to convert.
     if RAGGED:
         size = tl.full((), 1, tl.int64) * (total_blocks // blocks_per_row) * row_width
     else:
@@ -58,7 +62,7 @@ def _row_pointers(
     SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Where one part of a run of blocks lies, and which of its values exist."""
+    """Pointers to one part of a run of blocks, and a mask of the values that exist."""
     lane = part * WIDTH + tl.arange(0, WIDTH)[None, :]
     if RAGGED:
         block = first + row
@@ -126,7 +130,7 @@ def store_rows(
 
 @triton.jit
 def _cast(x, DTYPE: tl.constexpr):
-    """A conversion that rounds to nearest, where the interpreter's cuts bits off."""
+    """A conversion that rounds to nearest; the interpreter's own one truncates."""
     if _INTERPRETED and DTYPE == tl.bfloat16:  # noqa: SIM300, a type, not a constant
         bits = x.to(tl.uint32, bitcast=True)
         bits += 0x7FFF + ((bits >> 16) & 1)
@@ -145,7 +149,7 @@ def to_float(parts):
 
 @triton.jit
 def to_bfloat16(parts):
-    """Of integers under 2**8, which bfloat16 holds."""
+    """The parts in bfloat16, which holds integers up to 2**8 exactly."""
     out = ()
     for part in tl.static_range(len(parts)):
         out += (parts[part].to(tl.bfloat16),)
@@ -170,7 +174,8 @@ def _transform_part(part, entries, WIDTH: tl.constexpr):
         if part.dtype == tl.bfloat16:
             total = _dot(part, entries, None)
         else:
-            # Cut exactly into bfloat16 of 8 significant bits each, smallest first.
+            # Split exactly into bfloat16 terms of 8 significant bits each; the smallest
+            # is added first.
             high = _truncate(part.to(tl.float32))
             rest = part.to(tl.float32) - high
             middle = _truncate(rest)
@@ -184,8 +189,8 @@ def _transform_part(part, entries, WIDTH: tl.constexpr):
 
 @triton.jit
 def _dot(left, right, total):
-    """A product of values that bfloat16 holds, added to ``total``, in float32."""
-    if _INTERPRETED:  # which takes bfloat16 for integers
+    """``left @ right + total`` in float32, of values that bfloat16 holds exactly."""
+    if _INTERPRETED:  # the interpreter mistakes bfloat16 for integers
         left, right = left.to(tl.float32), right.to(tl.float32)
     else:
         left, right = left.to(tl.bfloat16), right.to(tl.bfloat16)
@@ -226,7 +231,7 @@ def load_matrix(matrix, ROTATE: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def rotate(parts, entries, PARTS: tl.constexpr, WIDTH: tl.constexpr):
-    """The Hadamard transform, times the power of two that is in the entries."""
+    """The Hadamard transform, times the power of two that ``entries`` contain."""
     out = ()
     for part in tl.static_range(PARTS):
         out += (_transform_part(parts[part], entries, WIDTH),)
@@ -243,7 +248,7 @@ def load_owed(
     SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """The residual of the call before, as it is kept, and the scale of each block."""
+    """The stored residual of the previous call, and its scale for each block."""
     parts = ()
     scale = 0.0
     if KIND == "nibbles":
@@ -281,7 +286,7 @@ def add_owed(values, kept, KIND: tl.constexpr):
 
 @triton.jit
 def _larger(left, right):
-    """The larger one; NaN if either is."""
+    """The maximum of two values; NaN if either is NaN."""
     return tl.maximum(left, right, propagate_nan=tl.PropagateNan.ALL)
 
 
@@ -312,9 +317,10 @@ def encode(
     SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Writes codes and scales, and what they leave out of ``values``."""
-    # A number under 2**22 added to this, rounding down, is its floor, plus the codes'
-    # offset, in the lowest bits of the float; the conversions would be slower.
+    """Writes codes and scales of ``values``, and the rounding error."""
+    # Adding a number below 2**22 to this constant, rounding down, leaves the number's
+    # floor, plus the offset of the codes, in the lowest bits of the float. Converting
+    # to an integer would be slower.
     shift: tl.constexpr = 1.5 * 2**23 + (1 << (BITS - 1))
     usable = scale > 0.0
     inverse = tl.where(usable, tl.div_rn(1.0, tl.where(usable, scale, 1.0)), 0.0)
@@ -358,7 +364,11 @@ def _fma_down(x, FACTOR: tl.constexpr, SHIFT: tl.constexpr):
 
 @triton.jit
 def _steps(position, COUNT: tl.constexpr, OFFSET: tl.constexpr):
-    """Where in its step a value lies, off its middle, in low bits: wire/compact.py."""
+    """The number of the step in which to store a residual, see wire/compact.py.
+
+    ``position`` is that of the value in the interval of its code, from 0 to 1. The
+    number is in the lowest bits of the result.
+    """
     factor: tl.constexpr = COUNT - 2.0**-6
     shifted = _fma_down(position, factor, 1.5 * 2**23 - COUNT // 2 + OFFSET)
     steps = shifted.to(tl.int32, bitcast=True)
@@ -413,7 +423,7 @@ def _load_codes(
 
 @triton.jit
 def _levels(packed, BITS: tl.constexpr):
-    """The parts that share bytes, slot after slot."""
+    """The levels of all parts, in the order of slots, from packed bytes."""
     levels = ()
     for slot in tl.static_range(8 // BITS):
         for part in tl.static_range(len(packed)):
@@ -423,9 +433,10 @@ def _levels(packed, BITS: tl.constexpr):
 
 @triton.jit
 def _level(packed, SLOT: tl.constexpr, BITS: tl.constexpr):
-    """The odd integer that the code in a slot of a byte stands for, as a float."""
-    # The code, moved to the top of its byte, becomes the lowest byte of the float
-    # 2**exponent, where its lowest bit has the weight one: no conversion is needed.
+    """The odd integer that the code in one slot of a byte stands for, as a float."""
+    # The code is moved to the top of its byte, and that byte becomes the lowest byte of
+    # the float 2**exponent, in which the code's lowest bit has the weight one. So no
+    # conversion from integer to float is needed.
     exponent: tl.constexpr = 15 + BITS
     base: tl.constexpr = (127 + exponent) << 23
     shift: tl.constexpr = 8 - BITS * (SLOT + 1)
@@ -437,7 +448,7 @@ def _level(packed, SLOT: tl.constexpr, BITS: tl.constexpr):
     else:
         number = _put_in_float(packed, shift, mask, base)
     middle: tl.constexpr = 2.0**exponent + (1 << (BITS - 1))
-    if BITS == 8:  # twice the middle and a half would not be a float
+    if BITS == 8:  # 1 - 2 * middle would have too many bits for a float
         level = tl.fma(number - middle, 2.0, 1.0)
     else:
         level = tl.fma(number, 2.0, 1.0 - 2.0 * middle)
@@ -446,7 +457,7 @@ def _level(packed, SLOT: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def _put_in_float(packed, SHIFT: tl.constexpr, MASK: tl.constexpr, BASE: tl.constexpr):
-    """Four bytes at a time: shifted, masked, each put below the top bytes of BASE."""
+    """Shifts and masks four bytes at once and puts each below the top bytes of BASE."""
     return tl.inline_asm_elementwise(
         asm=f"""
         {{
@@ -478,7 +489,7 @@ def scale_parts(levels, scale):
 
 @triton.jit
 def add_scaled(values, levels, scale):
-    """Adds levels times the scale of their block, rounded once."""
+    """Adds levels times the scale of their block, rounding once."""
     out = ()
     for part in tl.static_range(len(levels)):
         out += (tl.fma(levels[part], scale[:, None], values[part]),)

@@ -1,4 +1,4 @@
-"""The definition of the codec: plain ``jax.numpy``, compiled by XLA on any device."""
+"""The definition of the codec in plain ``jax.numpy``, which XLA compiles anywhere."""
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from echo_jax.wire.compact import Compact
 from echo_jax.wire.format import WireFormat
 from echo_jax.wire.rotation import rotate, transform, unrotate
 
-# Chunk sums up to this many ranks are unrolled, for XLA to fuse them into one pass.
+# Sums over up to this many ranks are unrolled, so that XLA fuses them into one pass.
 _UNROLL_RANKS = 16
 
 
@@ -67,7 +67,7 @@ def return_(
     scales = scales * 0.5
     values = quantizer.levels(codes, fmt)
     if fmt.rotate:
-        # On integers the transform is exact; one exact multiplication then scales it.
+        # The transform is exact on integers, and so is scaling its result afterwards.
         values = transform(values)
         scales = scales * 2.0**-fmt.inverse_exponent
     values = values * scales[..., None]
@@ -92,7 +92,7 @@ def sum_chunks(
 
 
 def _encode_with_feedback(values: Blocks, residual, fmt: WireFormat):
-    """Quantizes ``values + residual``; returns the payload and what it left out."""
+    """Quantizes ``values + residual``; returns the payload and its rounding error."""
     if residual is not None:
         values = values + compact.expand(residual)
     codes, scales = quantizer.encode(values, fmt)
@@ -107,7 +107,7 @@ def _encode_with_feedback(values: Blocks, residual, fmt: WireFormat):
 
 
 def _sum_in_rank_order(payloads: Payloads, fmt: WireFormat) -> Blocks:
-    """Adds the dequantized chunks one after the other, in float32."""
+    """Adds the dequantized chunks in float32, always in the order of ranks."""
 
     def chunk(rank):
         one = jax.lax.dynamic_index_in_dim(payloads, rank, keepdims=False)
