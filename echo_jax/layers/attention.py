@@ -16,11 +16,11 @@ from echo_jax.typing import AnyFloat
 
 
 class Attention(nnx.Module):
-    """Each rank attends with its own heads; the output projection sums over ranks.
+    """Each rank computes its own heads; the output projection sums over ranks.
 
-    Sharding: the input varies along the axis (``echo_pvary`` and the norm in front);
-    the output is the same on every rank. Query and key-value heads must be multiples
-    of the axis size.
+    Sharding: the input varies along the axis (apply ``echo_pvary`` and the norm first);
+    the output is replicated. The numbers of query heads and of key-value heads must be
+    multiples of the axis size.
 
     Args:
       width: width of the stream.
@@ -29,9 +29,10 @@ class Attention(nnx.Module):
       head_dim: length of one head.
       axis_name: the tensor-parallel axis.
       rope_theta: base of the rotary wavelengths.
-      rope_scaling: how positions beyond those of training are reached.
-      qk_norm_epsilon: of a norm of each query and key head before the rotation; None
-        for no such norm.
+      rope_scaling: how wavelengths are stretched for positions beyond those of
+        training; None for not at all.
+      qk_norm_epsilon: epsilon of an RMSNorm of each query and key head before the
+        rotary embedding; None for no such norm.
       out_init: initializer of the output projection.
       dtype: of the computation.
       param_dtype: of the parameters.
@@ -81,11 +82,11 @@ class Attention(nnx.Module):
         config: EchoConfig,
         add_to: AnyFloat | None = None,
     ) -> tuple[AnyFloat, Residual | None]:
-        """``(batch, length, width)``, summed over ranks, and onto ``add_to``."""
+        """The output ``(batch, length, width)``, summed over ranks, plus ``add_to``."""
         return self.out(self._mix(x), residual, config=config, add_to=add_to)
 
     def partial(self, x: AnyFloat) -> AnyFloat:
-        """What this rank adds to the sum of ``__call__``."""
+        """This rank's summand in the sum of ``__call__``."""
         return self.out.partial(self._mix(x))
 
     def extend(
@@ -98,14 +99,15 @@ class Attention(nnx.Module):
         config: EchoConfig,
         add_to: AnyFloat | None = None,
     ) -> tuple[AnyFloat, Residual | None, KVCache]:
-        """As ``__call__`` for the tokens that follow those in the cache.
+        """As ``__call__``, for the tokens that follow those in the cache.
 
         Args:
           x: ``(batch, length, width)``, the next ``length`` tokens of each sequence.
-          residual: what is owed.
-          cache: keys and values of the tokens before; its ``length`` stays.
-          layer: which layer of the cache is this one's.
-          config: of the output's sum.
+          residual: from the previous call, or None for no feedback.
+          cache: keys and values of the earlier tokens. Its ``length`` is not changed,
+            because the other layers still need it: see :meth:`KVCache.grown`.
+          layer: index of this layer in the cache.
+          config: configuration of the output's sum.
           add_to: the stream that the sum is added to, or None.
 
         Returns:
@@ -121,7 +123,7 @@ class Attention(nnx.Module):
         return y, residual, cache
 
     def _mix(self, x: AnyFloat) -> AnyFloat:
-        """The outputs of this rank's heads, side by side."""
+        """The concatenated outputs of this rank's heads."""
         query, key, value = self._project(x, jnp.arange(x.shape[1]))
         mixed = jax.nn.dot_product_attention(query, key, value, is_causal=True)
         return mixed.reshape(*mixed.shape[:2], -1)
@@ -129,7 +131,7 @@ class Attention(nnx.Module):
     def _project(
         self, x: AnyFloat, positions: Int[Array, "*batch length"]
     ) -> tuple[AnyFloat, AnyFloat, AnyFloat]:
-        """Rotated queries and keys, and values, cut into this rank's heads."""
+        """Rotated queries and keys, and values, split into this rank's heads."""
         query, key = self._heads(self.query(x)), self._heads(self.key(x))
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)

@@ -1,4 +1,4 @@
-"""Keys and values of the tokens seen so far, for generation."""
+"""The key-value cache for generation."""
 
 from typing import Any, NamedTuple
 
@@ -10,17 +10,17 @@ from echo_jax.typing import AnyFloat
 
 
 class KVCache(NamedTuple):
-    """What attention remembers, of all layers, in a fixed number of slots.
+    """Keys and values of all layers for the tokens so far, in a fixed number of slots.
 
-    Sequences of a batch end in the same slot: a shorter one starts later, behind
-    ``padding`` slots that nothing attends to. Arrays of a rank hold its own heads.
+    All sequences of a batch end in the same slot: shorter ones start later, after
+    ``padding`` slots that are masked out. A rank's arrays hold only its own heads.
     """
 
-    # Not typed as arrays: partition specs stand in the same places.
+    # Typed as Any because a cache of partition specs has the same fields.
     key: Any  # (layers, batch, slots, kv_heads, head_dim), rotated
     value: Any  # the same shape
-    length: Any  # slots in use, a scalar, the same for every sequence
-    padding: Any  # (batch,), slots at the start of each that hold no token
+    length: Any  # number of slots in use, a scalar for all sequences
+    padding: Any  # (batch,), slots at the start of each sequence that hold no token
 
     def positions(self, count: int) -> Int[Array, "batch {count}"]:
         """Positions of the next ``count`` tokens of each sequence."""
@@ -34,7 +34,7 @@ class KVCache(NamedTuple):
         return (slot <= query) & (slot >= self.padding[:, None, None])
 
     def grown(self, count: int) -> "KVCache":
-        """The cache after ``count`` tokens were written in every layer."""
+        """The cache with ``count`` more slots in use, once every layer has written."""
         return self._replace(length=self.length + count)
 
 

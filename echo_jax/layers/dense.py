@@ -1,4 +1,4 @@
-"""Dense layers cut by output features (column) and by input features (row)."""
+"""Dense layers sharded by output features (column) or by input features (row)."""
 
 import jax.numpy as jnp
 from flax import nnx
@@ -15,11 +15,11 @@ default_init = nnx.initializers.variance_scaling(1.0, "fan_in", "truncated_norma
 class ColumnParallelDense(nnx.Module):
     """``x @ kernel`` with the output features sharded over the axis. No communication.
 
-    Sharding: ``x`` varies along the axis (put ``echo_pvary`` in front, on the stream);
+    Sharding: ``x`` varies along the axis (apply ``echo_pvary`` to the stream first);
     each rank returns its own features.
 
     Args:
-      in_features: length of x's last axis, whole on every rank.
+      in_features: length of x's last axis, which is not sharded.
       out_features: features over all ranks.
       axis_name: the tensor-parallel axis.
       use_bias: add a bias, sharded like the features.
@@ -68,14 +68,13 @@ class ColumnParallelDense(nnx.Module):
 class RowParallelDense(nnx.Module):
     """``x @ kernel`` with the input features sharded over the axis.
 
-    Ends in an all-reduce.
+    The partial products are summed over ranks by :func:`echo_jax.echo_psum`.
 
-    Sharding: each rank has its own features of ``x``; the result is the same on every
-    rank.
+    Sharding: each rank has its own features of ``x``; the result is replicated.
 
     Args:
       in_features: features over all ranks.
-      out_features: length of the result's last axis, whole on every rank.
+      out_features: length of the result's last axis, which is not sharded.
       axis_name: the tensor-parallel axis.
       use_bias: add a replicated bias, after the sum.
       kernel_init: initializer of the kernel.
@@ -124,7 +123,7 @@ class RowParallelDense(nnx.Module):
     ) -> tuple[AnyFloat, Residual | None]:
         """This rank's ``(..., in_features / N)`` to ``(..., out_features)``, summed.
 
-        With ``add_to``, the residual stream, the result is the stream after it.
+        The sum is added to ``add_to``, usually the residual stream, if it is given.
         """
         y, residual = echo_psum(
             self.partial(x), residual, self.axis_name, add_to=add_to, config=config
@@ -134,5 +133,5 @@ class RowParallelDense(nnx.Module):
         return y, residual
 
     def partial(self, x: AnyFloat) -> AnyFloat:
-        """What this rank adds to the sum; the bias comes after it."""
+        """This rank's summand; the bias is added once, after the sum."""
         return x.astype(self.dtype) @ self.kernel[...].astype(self.dtype)

@@ -54,8 +54,8 @@ class VocabParallelEmbed(nnx.Module):
     def __call__(self, tokens: Int[Array, "..."]) -> AnyFloat:
         """This rank's part of the lookup ``(..., features)``: zero for others' tokens.
 
-        The sum over ranks is the embedding. Hand it to ``echo_psum``, whose feedback
-        repays what rounding does to the start of the stream.
+        The sum over ranks is the embedding. Take it with ``echo_psum``: the residual
+        then lets the first layer correct the rounding error of the embedding.
         """
         table = self.embedding[...].astype(self.dtype)
         local = tokens - lax.axis_index(self.axis_name) * table.shape[0]
@@ -130,10 +130,10 @@ def vocab_parallel_cross_entropy(
 ) -> Float[Array, "*batch"]:
     """Cross entropy in nats of each token, from logits sharded over the axis.
 
-    Three numbers a token cross ranks (the maximum, the sum of exponentials, the label's
-    logit), never the logits.
+    Ranks exchange three numbers for each token (the maximum, the sum of exponentials
+    and the label's logit) instead of the logits.
 
-    Sharding: ``logits`` vary along the axis; ``labels`` and the result do not.
+    Sharding: ``logits`` vary along the axis; ``labels`` and the result are replicated.
 
     Args:
       logits: this rank's part of the vocabulary, in order of rank.

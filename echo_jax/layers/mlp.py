@@ -14,8 +14,8 @@ from echo_jax.typing import AnyFloat
 class SwiGLU(nnx.Module):
     """``down(silu(gate(x)) * up(x))``, the hidden features sharded over the axis.
 
-    Sharding: the input varies along the axis (``echo_pvary`` and the norm in front);
-    the output is the same on every rank.
+    Sharding: the input varies along the axis (apply ``echo_pvary`` and the norm first);
+    the output is replicated.
 
     Args:
       width: width of the stream.
@@ -55,11 +55,11 @@ class SwiGLU(nnx.Module):
         config: EchoConfig,
         add_to: AnyFloat | None = None,
     ) -> tuple[AnyFloat, Residual | None]:
-        """``(..., width)``, summed over ranks, and onto ``add_to``."""
+        """The output ``(..., width)``, summed over ranks, plus ``add_to``."""
         return self.down(self._hidden(x), residual, config=config, add_to=add_to)
 
     def partial(self, x: AnyFloat) -> AnyFloat:
-        """What this rank adds to the sum of ``__call__``."""
+        """This rank's summand in the sum of ``__call__``."""
         return self.down.partial(self._hidden(x))
 
     def _hidden(self, x: AnyFloat) -> AnyFloat:

@@ -13,15 +13,16 @@ class RMSNorm(nnx.Module):
     r"""``x / rms(x) * scale`` over the last axis.
 
     Sharding: ``x`` must come from ``echo_pvary`` (or ``exact.pvary``); the scale is
-    replicated. Its gradient is then a partial sum on each rank, added up exactly: the
-    only full-width traffic of a layer, ``width`` values. On an ``x`` whose gradient is
-    whole already that sum would count it once for each rank.
+    replicated. Each rank then computes a partial sum of the scale's gradient, and an
+    exact sum over ranks adds these up: ``width`` values, the only traffic of a layer
+    that is not quantized. For an ``x`` whose gradient is complete on every rank, that
+    sum would be too large by the number of ranks.
 
     Args:
       width: length of the last axis.
       axis_name: the tensor-parallel axis.
       epsilon: added to the mean square.
-      dtype: of the result; the mean is in float32.
+      dtype: of the result; the mean square is computed in float32.
       param_dtype: of the scale.
       rngs: random keys (none is drawn).
 

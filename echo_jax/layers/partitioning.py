@@ -1,8 +1,8 @@
-"""Parameters that know how they are sharded over the mesh.
+"""Parameters that record how they are sharded over the mesh.
 
 A parameter carries a ``PartitionSpec`` in its Flax metadata. Modules are built with
-global shapes; inside ``jax.shard_map`` the same module holds one rank's part, and
-computes with whatever shapes it finds.
+global shapes. Inside ``jax.shard_map`` the same module holds one rank's shards, and
+takes all sizes from the shapes of its parameters.
 """
 
 import functools
@@ -27,17 +27,18 @@ def make_param(
     dtype,
     rngs: nnx.Rngs,
 ) -> nnx.Param:
-    """A parameter of this global shape, cut as ``spec`` says."""
+    """A parameter of this global shape, sharded according to ``spec``."""
     value = init(rngs.params(), shape, dtype)
-    # Not cut at once: the same module is built for meshes and for simulated ranks.
+    # Not sharded yet: the same module is built for meshes and for simulated ranks.
     return nnx.Param(value, out_sharding=spec, eager_sharding=False)
 
 
 def split_module(module: nnx.Module) -> tuple[nnx.GraphDef, Params, Specs]:
-    """Takes a module apart: structure, nested dict of parameters, and of their specs.
+    """Splits a module into its structure, its parameters and their specs.
 
-    Works on a module of ``jax.ShapeDtypeStruct`` too (``jax.eval_shape`` of a
-    constructor), which costs no memory.
+    Parameters and specs are nested dicts. It also works on a module of
+    ``jax.ShapeDtypeStruct`` (``jax.eval_shape`` of a constructor), which needs no
+    memory for parameters.
     """
     graphdef, state = nnx.split(module)
     specs = nnx.get_partition_spec(state)
@@ -45,17 +46,17 @@ def split_module(module: nnx.Module) -> tuple[nnx.GraphDef, Params, Specs]:
 
 
 def merge_module(graphdef: nnx.GraphDef, params: Params) -> Any:
-    """The module with these parameters: all of them, or one rank's parts."""
+    """The module with these parameters: the global ones, or one rank's shards."""
     return nnx.merge(graphdef, nnx.State(params))
 
 
 def shardings(specs: Specs, mesh: Mesh) -> Any:
-    """The specs as shardings on a mesh."""
+    """The named shardings of these specs on a mesh."""
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
 
 
 def split_ranks(params: Any, specs: Any, axis_name: str, ranks: int):
-    """Cuts parameters along a new leading axis, to simulate ranks on one device.
+    """Stacks the ranks' shards along a new leading axis, to simulate ranks.
 
     Args:
       params: global parameters.
@@ -92,12 +93,13 @@ def simulate_ranks(
     """``jax.shard_map`` with the ranks simulated on one device, by ``vmap``.
 
     Args:
-      function: of one rank's parts.
+      function: takes and returns one rank's shards.
       ranks: size of the axis.
       axis_name: the axis to simulate.
-      in_specs: of each argument, as for ``shard_map``; a spec stands for a whole tree.
-      out_specs: of the results; what is not cut is the same on all ranks, and the
-        first rank's is taken.
+      in_specs: spec of each argument, as for ``shard_map``; a spec may stand for a
+        whole tree.
+      out_specs: specs of the results. A result that is not sharded must be replicated;
+        that of the first rank is returned.
 
     Returns:
       A function of global arrays.
@@ -114,10 +116,9 @@ def simulate_ranks(
 
 
 def join_ranks(params: Any, specs: Any, axis_name: str) -> Any:
-    """Inverse of :func:`split_ranks` for values with a leading axis of ranks each.
+    """Inverse of :func:`split_ranks`, for values that all have a leading axis of ranks.
 
-    What is not sharded over the axis is the same on all ranks; that of the first is
-    taken.
+    A value that is not sharded over the axis is replicated; the first rank's is taken.
     """
 
     def join(param, spec: PartitionSpec):

@@ -1,4 +1,4 @@
-"""Rotary positions, and how checkpoints stretch them."""
+"""Rotary position embeddings, and their scaling to longer contexts."""
 
 import dataclasses
 import math
@@ -10,18 +10,18 @@ from jaxtyping import Array, Float, Int
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """How rotary wavelengths are stretched to reach positions beyond training's.
+    """How rotary wavelengths are stretched for positions beyond those of training.
 
     Raises:
-      ValueError: for a kind or a factor that has no meaning.
+      ValueError: for an unknown kind, or a factor or frequency out of range.
     """
 
     kind: Literal["linear", "llama3"] = "linear"
-    factor: float = (
-        1.0  # every wavelength (linear) or the long ones (llama3) grow by it
-    )
-    # The rest is for llama3. Wavelengths over original_length / low_frequency grow by
-    # factor, those under original_length / high_frequency stay, others lie in between.
+    # By how much all wavelengths (linear) or the long ones (llama3) grow.
+    factor: float = 1.0
+    # The other fields are for llama3: wavelengths above original_length / low_frequency
+    # grow by factor, those below original_length / high_frequency do not change, and
+    # in between the frequency is interpolated.
     low_frequency: float = 1.0
     high_frequency: float = 4.0
     original_length: int = 8192  # positions that the model was first trained on
@@ -40,7 +40,7 @@ class RopeScaling:
             )
 
     def stretch(self, frequencies: Float[Array, "half"]) -> Float[Array, "half"]:
-        """The frequencies, in radians a position, after scaling.
+        """The frequencies after scaling, in radians for each position.
 
         Source: Chen et al., "Extending Context Window of Large Language Models via
         Positional Interpolation", 2023 (linear); Grattafiori et al., "The Llama 3 Herd
@@ -64,7 +64,7 @@ def apply_rope(
 
     Args:
       x: queries or keys.
-      positions: position of each token; of each sequence, where they differ.
+      positions: position of each token, for each sequence if they differ.
       theta: base of the wavelengths.
       scaling: how the wavelengths are stretched.
 

@@ -1,4 +1,4 @@
-"""A pre-norm decoder whose one residual is threaded through all its layers."""
+"""A pre-norm decoder that passes a single residual through all its layers."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -28,12 +28,13 @@ from echo_jax.typing import AnyFloat
 class LayerPlan(NamedTuple):
     """The configurations of one layer: attention, then feed-forward block."""
 
-    forward: tuple[EchoConfig, EchoConfig]  # of the two sums
-    backward: tuple[EchoConfig, EchoConfig]  # of the sums of the mirrors before them
+    forward: tuple[EchoConfig, EchoConfig]  # of the two forward sums
+    # Of the two backward sums, those of the echo_pvary before each block.
+    backward: tuple[EchoConfig, EchoConfig]
 
 
 def layer_plans(plan: DepthPlan, num_layers: int) -> list[LayerPlan]:
-    """The plan of each layer, two calls a layer."""
+    """The configurations of each layer, which has two calls in either direction."""
     plan = plan.bind(2 * num_layers)
     backward = plan.backward
     return [
@@ -48,8 +49,8 @@ def layer_plans(plan: DepthPlan, num_layers: int) -> list[LayerPlan]:
 class DecoderLayer(nnx.Module):
     """Norm, attention, add; norm, feed-forward block, add.
 
-    ``echo_pvary`` stands on the stream, before each norm, so that the backward sums add
-    straight into the gradient stream, as the forward sums do into the stream.
+    ``echo_pvary`` is applied to the stream, before each norm, so that the backward sums
+    are added to the stream's gradient unchanged, as the forward sums are to the stream.
     """
 
     def __init__(self, config: DecoderConfig, *, axis_name: str, rngs: nnx.Rngs):
@@ -60,7 +61,8 @@ class DecoderLayer(nnx.Module):
             "param_dtype": jnp.dtype(config.param_dtype),
             "rngs": rngs,
         }
-        # Each of the 2 L sums adds 1/(2 L) of its variance to the stream.
+        # Divided by the number of sums, so that all of them together add the variance
+        # of one to the stream.
         out_init = nnx.initializers.variance_scaling(
             1.0 / config.num_calls, "fan_in", "truncated_normal"
         )
@@ -104,7 +106,7 @@ class DecoderLayer(nnx.Module):
         layer: Int[Array, ""],
         plan: LayerPlan,
     ) -> tuple[AnyFloat, Residual | None, KVCache]:
-        """As ``__call__`` for the tokens after those in the cache; no gradients."""
+        """As ``__call__``, for the tokens after those in the cache; no gradients."""
         attention, mlp = plan.forward
         x = exact.pvary(stream, self.axis_name)
         x = self.attention_norm(x)
@@ -119,15 +121,15 @@ class DecoderLayer(nnx.Module):
 class Decoder(nnx.Module):
     """A decoder for ``jax.shard_map`` (or ``vmap(axis_name)``) over a tensor axis.
 
-    Build it with global shapes, cut its parameters by the specs they carry, and call
-    it inside: :func:`echo_jax.layers.split_module`, :func:`~echo_jax.layers.
-    merge_module`.
+    Build it with global shapes and take its parameters and their specs with
+    :func:`echo_jax.layers.split_module`; inside the ``shard_map``, rebuild it from one
+    rank's shards with :func:`echo_jax.layers.merge_module`.
 
-    Sharding: tokens are the same on every rank of the tensor axis; the stream too;
-    logits are sharded by vocabulary.
+    Sharding: tokens and the stream are replicated over the tensor axis; logits are
+    sharded by vocabulary.
 
     Args:
-      config: sizes and kinds.
+      config: sizes and variants of the architecture.
       axis_name: the tensor-parallel axis.
       rngs: random keys.
 
@@ -139,7 +141,7 @@ class Decoder(nnx.Module):
     2023, for the architecture.
     """
 
-    layer_type: type[DecoderLayer] = DecoderLayer  # what is stacked
+    layer_type: type[DecoderLayer] = DecoderLayer  # subclasses may stack other layers
 
     def __init__(
         self, config: DecoderConfig, *, axis_name: str = "tensor", rngs: nnx.Rngs
@@ -168,10 +170,11 @@ class Decoder(nnx.Module):
     def __call__(
         self, tokens: Int[Array, "batch length"], *, plan: DepthPlan
     ) -> tuple[Float[Array, "batch length local_vocab"], Residual | None]:
-        """This rank's logits, and what the forward pass still owes.
+        """This rank's logits, and the residual after the forward pass.
 
-        The vocabulary's sums, the embedding's forward and the readout's backward, go
-        by ``plan.vocab``; they are the first of either direction.
+        ``plan.vocab`` configures the two sums over the vocabulary: that of the
+        embedding, the first of the forward pass, and that of the readout's gradient,
+        the first of the backward pass.
         """
         stream, residual = self.run_layers(tokens, plan=plan)
         return self._logits(stream, residual, plan), residual
@@ -179,7 +182,7 @@ class Decoder(nnx.Module):
     def run_layers(
         self, tokens: Int[Array, "batch length"], *, plan: DepthPlan
     ) -> tuple[AnyFloat, Residual | None]:
-        """The stream ``(batch, length, width)`` behind the last layer, what is owed."""
+        """The stream ``(batch, length, width)`` after the last layer, and residual."""
         plan = plan.bind(self.config.num_calls)
         stream, residual = self._start(self.embed(tokens), plan)
         return self._run_layers(stream, residual, plan)
@@ -191,15 +194,15 @@ class Decoder(nnx.Module):
         *,
         plan: DepthPlan,
     ) -> tuple[Float[Array, "batch local_vocab"], KVCache]:
-        """This rank's logits after the last of these tokens, and the grown cache.
+        """This rank's logits after the last of these tokens, and the extended cache.
 
-        Prefill with an empty cache, decode with one token a sequence. Where every call
-        is below ``min_bytes``, as it is for a few tokens under the default plan, this
-        is the exact model's program, whatever else the plan says.
+        Use it with an empty cache for prefill, and with one token for each sequence for
+        decoding. If every call is below ``min_bytes``, as for a few tokens under the
+        default plan, the program is that of exact sums, whatever else the plan says.
 
         Args:
           tokens: the next tokens of each sequence.
-          cache: from :meth:`empty_cache`, or of the call before.
+          cache: from :meth:`empty_cache`, or from the previous call.
           plan: the configurations of the calls.
         """
         partial = self.embed(tokens)
@@ -210,11 +213,11 @@ class Decoder(nnx.Module):
         return self.read_out(x), cache.grown(tokens.shape[1])
 
     def empty_cache(self, padding: Int[Array, "batch"], slots: int) -> KVCache:
-        """A cache of this rank's heads for so many tokens; call inside ``shard_map``.
+        """An empty cache of this rank's heads; call inside ``shard_map``.
 
         Args:
-          padding: places in front of each prompt that hold no token.
-          slots: tokens that it has room for, padding included.
+          padding: number of slots before each prompt that hold no token.
+          slots: number of tokens that the cache has room for, padding included.
         """
         kernel, dim = self.layers.attention.key.kernel, self.config.head_dim
         heads = kernel.shape[-1] // dim
@@ -230,7 +233,7 @@ class Decoder(nnx.Module):
         *,
         plan: DepthPlan,
     ) -> tuple[Float[Array, ""], Residual | None]:
-        """Mean cross entropy in nats over this rank's batch, and what is still owed."""
+        """Mean cross entropy in nats over this rank's batch, and the residual."""
         loss, _, residual = self.loss_and_stream(tokens, targets, plan=plan)
         return loss, residual
 
@@ -241,7 +244,7 @@ class Decoder(nnx.Module):
         *,
         plan: DepthPlan,
     ) -> tuple[Float[Array, ""], AnyFloat, Residual | None]:
-        """As :meth:`loss`, with the stream after the last layer between the two."""
+        """Loss, stream after the last layer, and residual; see :meth:`loss`."""
         stream, residual = self.run_layers(tokens, plan=plan)
         logits = self._logits(stream, residual, plan)
         losses = vocab_parallel_cross_entropy(logits, targets, self.axis_name)
@@ -259,13 +262,13 @@ class Decoder(nnx.Module):
         return make(rngs)
 
     def _start(self, partial: AnyFloat, plan: DepthPlan):
-        """The stream from each rank's part of the embeddings, and what that owes."""
+        """The stream from each rank's part of the embeddings, and the residual."""
         owing = plan.residual_config(partial.shape, partial.dtype)
         residual = init_residual(partial, self.axis_name, config=owing)
         return echo_psum(partial, residual, self.axis_name, config=plan.vocab)
 
     def _logits(self, stream: AnyFloat, residual: Residual | None, plan: DepthPlan):
-        """Logits from the stream; the first sum of the backward pass stands here."""
+        """Logits from the stream; the backward pass takes its first sum here."""
         config = plan.bind(self.config.num_calls).backward.vocab
         x, _ = echo_pvary(stream, residual, self.axis_name, config=config)
         return self.read_out(x)
@@ -275,15 +278,15 @@ class Decoder(nnx.Module):
 
         Args:
           x: the stream, typed as varying (``exact.pvary``).
-          out_dtype: of the logits; None for the model's. bfloat16 gives neighbours the
-            same logit, float32 tells them apart.
+          out_dtype: dtype of the logits; None for the model's. In bfloat16, tokens with
+            similar logits often get the same one; float32 tells them apart.
         """
         x = self.final_norm(x)
         read = self.embed.attend if self.readout is None else self.readout
         return read(x, out_dtype)
 
     def _extend_layers(self, stream, residual, cache: KVCache, plan: DepthPlan):
-        """As ``_run_layers``, the cache carried along and updated in place."""
+        """As ``_run_layers``, with the cache as part of the scan's carry."""
         graphdef, params = nnx.split(self.layers)
         plans = layer_plans(plan, self.config.num_layers)
         for start, stop in group_by_config(plans):
