@@ -1,4 +1,4 @@
-"""What a sum costs, exact and in few bits, and whether few bits pay."""
+"""Predicts the time of exact and of quantized sums, and which to use."""
 
 from echo_jax.cost_model.advice import Advice as Advice
 from echo_jax.cost_model.advice import Message as Message

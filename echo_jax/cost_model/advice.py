@@ -1,4 +1,4 @@
-"""Whether few bits pay for the messages at hand, and with which settings."""
+"""Whether quantized sums pay for given messages, and with which settings."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -11,21 +11,21 @@ from echo_jax.cost_model.model import SumTimes
 from echo_jax.models.config import DecoderConfig
 
 CHUNKS = (1, 2, 4, 8, 16)
-# Echo is advised only where it is predicted to be so much faster: predictions are off
-# by more than a few percent, and where little is to be gained the exact sum is safe.
+# Echo is advised only where it is predicted to be faster by this fraction: predictions
+# are off by more than a few percent, and for a small gain the exact sum is safer.
 MARGIN = 0.1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Message:
-    """Sums of one size.
+    """One or more sums of the same size.
 
     Raises:
-      ValueError: for a size or a number under 1.
+      ValueError: for a size or a number below 1.
     """
 
-    message_bytes: int  # of a rank's tensor
-    calls: int = 1  # how many such sums there are
+    message_bytes: int  # size of a rank's tensor
+    calls: int = 1  # number of sums of this size
 
     def __post_init__(self):
         if self.message_bytes < 1 or self.calls < 1:
@@ -37,20 +37,21 @@ class Message:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Advice:
-    """Which settings to use, and what they are predicted to bring.
+    """Which settings to use, and the times that are predicted with them.
 
     Made by :func:`advise`.
     """
 
-    min_bytes: int | None  # from which on messages gain enough; None: none does
-    num_chunks: int  # pieces that messages travel in
+    # Size from which messages are sent through the codec; None: none gains enough.
+    min_bytes: int | None
+    num_chunks: int  # number of pieces of a message
     messages: tuple[Message, ...]
     exact_seconds: tuple[float, ...]  # of one sum of each message
     echo_seconds: tuple[float, ...]  # the same through the codec, in num_chunks pieces
 
     @property
     def path(self) -> Literal["echo", "exact"]:
-        """Exact where no message gains enough."""
+        """``"exact"`` if no message gains enough from the codec."""
         return "exact" if self.min_bytes is None else "echo"
 
     def takes_echo(self, message: Message) -> bool:
@@ -58,7 +59,7 @@ class Advice:
         return self.min_bytes is not None and message.message_bytes >= self.min_bytes
 
     def configure(self, config: EchoConfig) -> EchoConfig:
-        """The configuration with the advised path, threshold and pieces."""
+        """``config`` with the advised path, ``min_bytes`` and ``num_chunks``."""
         if self.min_bytes is None:
             return config.exact()
         return dataclasses.replace(
@@ -67,7 +68,7 @@ class Advice:
 
     @property
     def all_exact_seconds(self) -> float:
-        """Time of all sums, exact."""
+        """Time of all sums if all of them are exact."""
         return sum(
             m.calls * t for m, t in zip(self.messages, self.exact_seconds, strict=True)
         )
@@ -79,10 +80,10 @@ class Advice:
         return sum(m.calls * (y if self.takes_echo(m) else x) for m, x, y in times)
 
     def gain(self, *, compute_seconds: float) -> float:
-        """How many times faster everything is, beside so much other work.
+        """Predicted speedup of a whole first token or training step.
 
         Args:
-          compute_seconds: that take no sums: of a first token, or a training step.
+          compute_seconds: time of everything but the sums.
 
         Raises:
           ValueError: for a negative time.
@@ -96,10 +97,10 @@ class Advice:
         )
 
     def gain_of_share(self, share: float) -> float:
-        """How many times faster everything is, where exact sums take so much of it.
+        """Predicted speedup of a whole, from the share of exact sums in its time.
 
         Args:
-          share: part of the time that exact sums take, 0 to 1.
+          share: fraction of the time that exact sums take, 0 to 1.
 
         Raises:
           ValueError: for a share outside 0 to 1.
@@ -118,17 +119,17 @@ def advise(
     chunks: Sequence[int] = CHUNKS,
     margin: float = MARGIN,
 ) -> Advice:
-    """Settings for a set of sums; the exact path where few bits would not pay.
+    """The fastest settings for a set of sums; the exact path where echo does not pay.
 
     Args:
       times: a cost model.
-      messages: what is summed.
+      messages: the messages to be summed.
       chunks: numbers of pieces to choose from.
-      margin: by how much echo must be predicted to be faster; 0.1: by a tenth.
+      margin: how much faster echo must be predicted to be; 0.1 is a tenth.
 
     Returns:
-      The number of pieces with which all sums together take least, its break-even as
-      ``min_bytes``, and the predicted times.
+      The number of pieces with which all sums together are fastest, the break-even size
+      for it as ``min_bytes``, and the predicted times.
 
     Raises:
       ValueError: without messages or pieces, or for a negative margin.
@@ -150,18 +151,18 @@ def advise(
 def break_even(
     times: SumTimes, *, num_chunks: int = 1, margin: float = 0.0, largest: int = 1 << 34
 ) -> int | None:
-    """The message from which on echo is the faster.
+    """The message size from which echo is faster than the exact sum.
 
     Args:
       times: a cost model.
-      num_chunks: pieces.
-      margin: by how much it must be faster.
-      largest: bytes of the largest message that is looked at.
+      num_chunks: number of pieces.
+      margin: by which fraction echo must be faster.
+      largest: the largest size to consider, in bytes.
 
     Returns:
-      Bytes at which the two times cross; 1 if echo is always faster, None if it is not
-      even with the largest message. On a link with a burst they may cross more than
-      once, and this is one of the crossings.
+      The size in bytes at which the two times cross; 1 if echo is always faster; None
+      if it is slower even at the largest size. On a link with a burst, the times may
+      cross more than once; the result is then one of the crossings.
     """
 
     def pays(size: int) -> bool:
@@ -169,7 +170,7 @@ def break_even(
 
     if not pays(largest):
         return None
-    # Echo wins with the largest message and not with none at all: they cross between.
+    # Echo is faster at the largest size and counts as slower at zero: bisect.
     low, high = 0, largest
     while high - low > 1:
         middle = (low + high) // 2
@@ -185,13 +186,13 @@ def decoder_messages(
 ) -> tuple[Message, ...]:
     """The sums of a decoder's layers in one pass.
 
-    The two of the vocabulary travel in more bits and are left out.
+    The two sums over the vocabulary, which are sent in more bits, are left out.
 
     Args:
       config: the decoder.
-      tokens: of all sequences of a batch on one tensor-parallel group.
-      what: the forward pass of a prompt, or a training step, which sums as much again
-        backward.
+      tokens: number of tokens of the whole batch of one tensor-parallel group.
+      what: the forward pass of a prompt, or a training step, which has as many sums in
+        the backward pass.
     """
     calls = config.num_calls
     if what == "step":
@@ -210,12 +211,12 @@ def _pays(times: SumTimes, size: int, num_chunks: int, margin: float) -> bool:
 def _with_pieces(
     times: SumTimes, messages: Sequence[Message], num_chunks: int, margin: float
 ) -> Advice:
-    """The advice for a number of pieces."""
+    """The advice if messages are cut into ``num_chunks`` pieces."""
     sizes = sorted({message.message_bytes for message in messages})
     least = break_even(times, num_chunks=num_chunks, margin=margin, largest=max(sizes))
     for size in sizes:
-        # Padding of a few blocks can cost a message just above more than it gains, and
-        # bends of the times can cost one further up.
+        # The exact sum may be faster again above the break-even: padding to whole
+        # blocks can outweigh the gain, and the times are not straight lines.
         lost = least is not None and size >= least
         if lost and not _pays(times, size, num_chunks, margin):
             least = size + 1

@@ -1,4 +1,4 @@
-"""A cost model of the mesh at hand, from a short measurement."""
+"""Measures a mesh briefly and fits a cost model to it."""
 
 import dataclasses
 import math
@@ -15,7 +15,7 @@ from echo_jax.cost_model.model import CostModel
 
 SIZES = tuple(1 << n for n in (14, 17, 20, 22, 24))  # bytes, 16 KiB to 16 MiB
 LARGE_SIZES = tuple(1 << n for n in (18, 20, 22, 24, 26, 28))  # for fast links
-_CHAIN = 4  # dependent sums that are timed together
+_CHAIN = 4  # sums that are timed together, each depending on the previous one
 
 
 def calibrate(
@@ -27,22 +27,22 @@ def calibrate(
     config: EchoConfig = EchoConfig(),
     repetitions: int = 5,
 ) -> CostModel:
-    """Measures a mesh for a short while and fits a cost model to it.
+    """Measures a mesh briefly and fits a cost model to it.
 
-    The sums of a measurement follow each other at once: what a shaped link lets pass
-    before its rate holds (``burst_bytes`` of :class:`Link`) is used up by the first of
-    them and stays unseen. Where it is known, set it on the link of the result.
+    The timed sums follow each other without a pause. The burst of a shaped link
+    (``burst_bytes`` of :class:`Link`) is used up by the first of them and cannot be
+    measured; if it is known, set it on the link of the result.
 
     Args:
-      mesh: of one axis; may span processes, which must all make the same call.
-      sizes: bytes of a rank's messages.
-      chunks: numbers of pieces.
+      mesh: a mesh of one axis. It may span processes, which must all make this call.
+      sizes: message sizes to measure, in bytes on each rank.
+      chunks: numbers of pieces to measure.
       dtype: of the messages.
-      config: of the echo calls; min_bytes has no say.
+      config: of the echo calls; its min_bytes is ignored.
       repetitions: timed rounds of each size.
 
     Returns:
-      The model: of an all-reduce on this mesh, also of other sizes and pieces.
+      The cost model of an all-reduce on this mesh, for any size and number of pieces.
 
     Raises:
       ValueError: for a mesh of one rank, and as :func:`fit`.
@@ -70,7 +70,7 @@ def calibrate(
 def _cases(
     chunks: Sequence[int], dtype: str, config: EchoConfig
 ) -> dict[int | None, Case]:
-    """The exact sum under None, and echo's under their numbers of pieces."""
+    """The cases to time by number of pieces; the exact sum has the key None."""
     cases: dict[int | None, Case] = {None: Case(name="exact", dtype=dtype)}
     for count in chunks:
         cut = dataclasses.replace(config, min_bytes=0, path="auto", num_chunks=count)

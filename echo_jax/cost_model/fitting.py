@@ -1,4 +1,4 @@
-"""The figures of a cost model that come nearest to measured times."""
+"""Fits the parameters of a cost model to measured times."""
 
 import dataclasses
 import math
@@ -10,8 +10,8 @@ import numpy as np
 from echo_jax.config import EchoConfig
 from echo_jax.cost_model.model import CodecSpeed, CostModel, ExactSpeed, Link
 
-_OUTLIER = 0.1  # relative error from which on a sample counts less than its square
-_LEAST = 1e-12  # part of the time of an exact byte that stays the link's
+_OUTLIER = 0.1  # relative error above which the loss grows linearly, not as the square
+_LEAST = 1e-12  # least fraction of an exact byte's time that is the link's
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -19,13 +19,13 @@ class Sample:
     """One measured sum.
 
     Raises:
-      ValueError: for a time that is not above zero, or not finite.
+      ValueError: for a time that is not positive and finite.
     """
 
-    message_bytes: int  # of a rank
-    seconds: float  # of the sum
-    num_chunks: int | None = None  # pieces of an echo call; None: an exact sum
-    bytes_per_second: float | None = None  # nominal, of the link; None: not known
+    message_bytes: int  # size of a rank's tensor
+    seconds: float  # time of the sum
+    num_chunks: int | None = None  # number of pieces of an echo call; None: exact sum
+    bytes_per_second: float | None = None  # nominal rate of the link; None: unknown
 
     def __post_init__(self):
         if not 0 < self.seconds < math.inf:
@@ -40,35 +40,36 @@ def fit(
     config: EchoConfig = EchoConfig(),
     burst_bytes: int = 0,
 ) -> CostModel:
-    """The cost model that comes nearest to measured times.
+    """Fits a cost model to measured times.
 
-    Least squares of relative errors; no figure is negative. What a sum takes whatever
-    its size counts as the latency of its steps.
+    A robust least-squares fit of relative errors; no parameter is negative. The time of
+    an exact sum that does not depend on its size is attributed to the latency of its
+    steps.
 
-    Where links of known rates were measured, all figures are found at once, since exact
-    sums and echo's share the link: two rates tell the bytes of an exact sum on the link
-    from those that are added, and how much of the one happens beside the other.
+    If the rates of the links are known, all parameters are fitted together, because
+    exact sums and echo's use the same link. Exact sums over links of two rates separate
+    the time of sending from that of adding, and show how far the two overlap.
 
-    On one link of unknown rate exact sums give the link, then echo's the codec. What an
-    exact byte takes counts as the link's, unless echo's bytes are faster; what a stall
-    takes counts as the codec's, and nothing tells adding from sending.
+    If the rate is unknown, the exact sums determine the link first, and the echo calls
+    then the codec. Adding cannot be separated from sending: all time of an exact byte
+    is attributed to the link, unless the echo calls show that the link is faster. The
+    time of a stall is attributed to the codec.
 
     Args:
-      samples: exact sums of two sizes at least, and echo's; of more numbers of pieces
-        than one if overlap is to be known.
-      ranks: that were measured; for other numbers of ranks, and other links, replace
-        the fields of the result.
+      samples: exact sums and echo calls, of at least two sizes each. To fit the overlap
+        of codec and transport, some echo calls must have more than one piece.
+      ranks: number of ranks that were measured. For other numbers of ranks and other
+        links, replace the fields of the result.
       dtype: of the messages.
       config: of the echo calls.
-      burst_bytes: of the links, see :class:`Link`. An assumption: nothing here looks
-        for it.
+      burst_bytes: of the links, see :class:`Link`; assumed, not fitted.
 
     Returns:
-      The model, on the fastest of the links that were measured.
+      The model, with the fastest of the measured links.
 
     Raises:
-      ValueError: if there are too few samples, only one rank, rates of some samples
-        alone, or a burst of links of unknown rates.
+      ValueError: if there are too few samples or only one rank, if the rate is given
+        for some samples only, or if a burst is given without rates.
 
     Example:
         >>> made = [
@@ -100,22 +101,22 @@ def fit(
 
 
 def predict(model: CostModel, sample: Sample) -> float:
-    """Seconds that the model gives a sample, on the sample's link."""
+    """Seconds that the model predicts for a sample, on the sample's link."""
     return _seconds(_linked(model, sample.bytes_per_second), sample)
 
 
 class _Unknown(NamedTuple):
-    """A figure that is looked for: a field of one of the model's parts."""
+    """A parameter to fit: a field of one of the model's parts."""
 
     part: str
     field: str
-    start: float  # also its unit
+    start: float  # initial value, by which the parameter is also scaled
     least: float = 0.0
     most: float = math.inf
 
 
 def _linked(model: CostModel, bytes_per_second: float | None) -> CostModel:
-    """Over a sample's link; the model's own where that is not known."""
+    """The model with a link of this rate; unchanged if the rate is not known."""
     return model if bytes_per_second is None else model.over(bytes_per_second)
 
 
@@ -126,7 +127,7 @@ def _seconds(model: CostModel, sample: Sample) -> float:
 
 
 def _check(samples: Sequence[Sample], ranks: int) -> bool:
-    """Refuses what cannot be fitted; whether the rates of the links are known."""
+    """Refuses samples that cannot be fitted; returns whether they have rates."""
     exact = {s.message_bytes for s in samples if s.num_chunks is None}
     echo = {s.message_bytes for s in samples if s.num_chunks is not None}
     for name, sizes in (("exact", exact), ("echo", echo)):
@@ -147,7 +148,7 @@ def _check(samples: Sequence[Sample], ranks: int) -> bool:
 
 
 def _fit_together(model: CostModel, samples: Sequence[Sample]) -> CostModel:
-    """All figures, on links of known rates."""
+    """Fits all parameters together, on links of known rates."""
     exact = [s for s in samples if s.num_chunks is None]
     echo = [s for s in samples if s.num_chunks is not None]
     latency = min(s.seconds for s in exact) / (2 * (model.ranks - 1))
@@ -160,8 +161,8 @@ def _fit_together(model: CostModel, samples: Sequence[Sample]) -> CostModel:
         _Unknown("codec", "piece_seconds", piece),
         _Unknown("codec", "value_seconds", _longest_value(model, echo) / 10),
     ]
-    # A single rate does not tell adding from sending; without pieces nothing tells
-    # what overlaps and what stalls from the rest.
+    # With a single rate, adding cannot be separated from sending. Without several
+    # pieces, overlap and stall cannot be separated from the rest.
     if len({s.bytes_per_second for s in exact}) > 1:
         unknowns.append(_Unknown("exact", "overlap", 0.5, 0.0, 1.0))
     if _has_pieces(echo):
@@ -175,8 +176,8 @@ def _fit_together(model: CostModel, samples: Sequence[Sample]) -> CostModel:
 
 
 def _fit_line(model: CostModel, samples: Sequence[Sample]) -> CostModel:
-    """Latency and rate of a link: a line through the times of exact sums."""
-    # Here, not above: it loads for a while, and most commands do without.
+    """Fits latency and rate of the link: a line through the times of exact sums."""
+    # Imported here because it loads slowly and most commands do not need it.
     from scipy import optimize
 
     exact = [s for s in samples if s.num_chunks is None]
@@ -192,10 +193,11 @@ def _fit_line(model: CostModel, samples: Sequence[Sample]) -> CostModel:
 
 
 def _fit_codec(model: CostModel, samples: Sequence[Sample]) -> CostModel:
-    """Time of a piece and of a value, and overlap, on a link that is known.
+    """Fits the time of a piece, the time of a value, and overlap, for a given link.
 
-    A value that takes less than nothing stands for exact bytes that take longer than
-    the link's: by so much the exact sum is slowed down by itself.
+    The time of a value may become negative during the fit. This means that the link is
+    faster than the exact sums suggest, and the difference is then attributed to the
+    adding of exact sums.
     """
     echo = [s for s in samples if s.num_chunks is not None]
     piece = min(s.seconds for s in echo) / 2
@@ -215,7 +217,7 @@ def _fit_codec(model: CostModel, samples: Sequence[Sample]) -> CostModel:
 
 
 def _with_slower_adding(model: CostModel, part: float) -> CostModel:
-    """The same exact sums, of whose bytes a part of the time is not the link's."""
+    """The same exact sums, with a fraction of a byte's time moved to adding."""
     if part <= 0:
         return model
     byte_seconds = 1 / model.link.bytes_per_second
@@ -242,7 +244,7 @@ def _nearest(
     samples: Sequence[Sample],
     unknowns: Sequence[_Unknown],
 ) -> np.ndarray:
-    """The figures with which the guessed model's relative errors are least."""
+    """The parameters that minimize the relative errors of the model."""
     from scipy import optimize
 
     measured = np.array([s.seconds for s in samples])
@@ -274,7 +276,7 @@ def _nearest(
 
 
 def _longest_value(model: CostModel, echo: Sequence[Sample]) -> float:
-    """Seconds of a value where it takes longest: a small message's."""
+    """The longest time of a sum divided by its values, that of a small message."""
     return max(s.seconds / max(1, model.values(s.message_bytes)) for s in echo)
 
 

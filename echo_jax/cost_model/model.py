@@ -1,4 +1,4 @@
-"""Time of one all-reduce, exact and through the codec, from a few figures."""
+"""A model of the time of one all-reduce, exact and quantized, with few parameters."""
 
 import dataclasses
 import functools
@@ -17,20 +17,20 @@ from echo_jax.wire.format import WireFormat
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Link:
-    """What a rank sends over.
+    """The link over which a rank sends.
 
     Raises:
-      ValueError: if a figure is impossible: says which, and what it must be.
+      ValueError: if a field is out of range: names it and its range.
     """
 
     latency_seconds: float  # of one step, from one rank to the next
-    bytes_per_second: float  # that a rank can send, nominally; infinite: no limit
-    efficiency: float = 1.0  # part of that rate which messages reach
-    # Part of an all_to_all's time that it takes once more because sending waits for
-    # receiving: 0 both at once, 1 one after the other, as gloo does with large ones.
+    bytes_per_second: float  # nominal rate at which a rank sends; infinite: no limit
+    efficiency: float = 1.0  # fraction of the nominal rate that messages reach
+    # By which fraction an all_to_all takes longer because sending waits for receiving:
+    # 0 if both run at once, 1 if one follows the other, as in gloo for large messages.
     stall: float = 0.0
-    # What a sum can send at once before the rate holds: the token bucket of a shaped
-    # link (tc tbf, most cloud machines), full again once the link has rested.
+    # Bytes that a sum can send before the rate limit applies: the token bucket of a
+    # shaped link (tc tbf, most cloud machines), which refills while the link is idle.
     burst_bytes: int = 0
 
     def __post_init__(self):
@@ -41,10 +41,10 @@ class Link:
         _check_share(self, "efficiency", "stall")
 
     def seconds(self, sent: int | float) -> float:
-        """Time for which a sum that sends so many bytes keeps the link, latency apart.
+        """Time for which a sum occupies the link, without latency.
 
         Args:
-          sent: bytes of a rank's messages, of all steps of the sum.
+          sent: bytes that a rank sends in all steps of the sum.
         """
         limited = max(0.0, sent / self.efficiency - self.burst_bytes)
         return limited / self.bytes_per_second
@@ -52,18 +52,18 @@ class Link:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExactSpeed:
-    """What an exact sum takes besides the link.
+    """The time that an exact sum takes besides the link's.
 
     Raises:
-      ValueError: if a figure is impossible: says which, and what it must be.
+      ValueError: if a field is out of range: names it and its range.
     """
 
     byte_seconds: float = 0.0  # of adding and copying, for each byte that is sent
-    # Of the shorter of adding and sending, what happens beside the longer: near 1 for a
-    # ring that adds one segment while another is on its way, less if ranks share cores.
+    # Of adding and sending, the fraction of the shorter that overlaps with the longer:
+    # near 1 for a ring that adds one segment while it sends another, less if ranks
+    # share cores.
     overlap: float = 0.0
-    # Whether it may go along a tree as well as round a ring, as NCCL's does.
-    tree: bool = False
+    tree: bool = False  # whether a tree is used where it is faster, as NCCL does
 
     def __post_init__(self):
         _check_at_least_zero(self, "byte_seconds")
@@ -72,15 +72,18 @@ class ExactSpeed:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CodecSpeed:
-    """What the codec takes, while all ranks run it at once.
+    """The time that the codec takes while all ranks run it at once.
 
     Raises:
-      ValueError: if a figure is impossible: says which, and what it must be.
+      ValueError: if a field is out of range: names it and its range.
     """
 
-    piece_seconds: float  # of each piece, however small: launches, two collectives
-    value_seconds: float  # of each value of a rank's message, all three stages
-    overlap: float = 0.0  # of the shorter of codec and transport, what pieces can hide
+    # Fixed time of each piece: launches and the start of two collectives.
+    piece_seconds: float
+    value_seconds: float  # of each value of a rank's message, in all three stages
+    # Of codec and transport, the fraction of the shorter that overlaps with the longer
+    # if the message is cut into many pieces.
+    overlap: float = 0.0
 
     def __post_init__(self):
         _check_at_least_zero(self, "piece_seconds", "value_seconds")
@@ -89,7 +92,7 @@ class CodecSpeed:
 
 @runtime_checkable
 class SumTimes(Protocol):
-    """Anything that knows how long a sum takes."""
+    """A model that predicts how long sums take."""
 
     def exact_seconds(self, message_bytes: int) -> float:
         """Time of ``lax.psum`` of a message of so many bytes on each rank."""
@@ -100,9 +103,9 @@ class SumTimes(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CostModel:
-    r"""Time of one all-reduce over ranks that are all linked alike.
+    r"""Time of one all-reduce over ranks whose links are all alike.
 
-    Of :math:`N` ranks, each with a message of :math:`B` bytes and :math:`V` values:
+    For :math:`N` ranks, each with a message of :math:`B` bytes and :math:`V` values:
 
     .. math::
         t_\text{exact} &= 2(N-1)\lambda + w + a - o_a \min(a, w),
@@ -112,20 +115,20 @@ class CostModel:
           - o_c\,(1 - 1/K)\min(c, w),
           \quad w = L\bigl(W_a\,(1 + s/K) + W_g\bigr), \quad c = V e
 
-    The link needs :math:`L(W) = \max(0, W/\eta - b)\,/\,r` for :math:`W` bytes, so that
-    what fits into the burst passes at once. :class:`Link` has the latency
-    :math:`\lambda` of a step, the rate :math:`r`, the efficiency :math:`\eta`, the
-    burst :math:`b` and the stall :math:`s`; :class:`ExactSpeed` the time :math:`h` of
-    a byte and the overlap :math:`o_a` of adding with sending; :class:`CodecSpeed` the
-    time :math:`p` of a piece, :math:`e` of a value, and the overlap :math:`o_c` of
-    pieces. :math:`K` is the number of pieces; :math:`W_a` and :math:`W_g` are the
-    bytes of :func:`echo_jax.wire_bytes` for all_to_all and all_gather.
+    The link needs :math:`L(W) = \max(0, W/\eta - b)\,/\,r` for :math:`W` bytes: what
+    fits into the burst takes no time. :class:`Link` has the latency :math:`\lambda` of
+    a step, the rate :math:`r`, the efficiency :math:`\eta`, the burst :math:`b` and the
+    stall :math:`s`; :class:`ExactSpeed` the time :math:`h` of a byte and the overlap
+    :math:`o_a` of adding with sending; :class:`CodecSpeed` the times :math:`p` of a
+    piece and :math:`e` of a value, and the overlap :math:`o_c` of codec and transport.
+    :math:`K` is the number of pieces; :math:`W_a` and :math:`W_g` are the bytes of
+    :func:`echo_jax.wire_bytes` for all_to_all and all_gather.
 
-    Where the exact sum may take a tree, it does if that is quicker:
-    :math:`2\lceil\log_2 N\rceil` steps and :math:`2B` bytes instead of the ring's.
-    Exchanges are charged a step for each other rank, one after the other, which makes
-    echo look worse rather than better on many ranks. Every sum is taken to find the
-    burst unused: of sums that follow each other at once, only the first does.
+    If ``exact.tree`` is set, an exact sum uses a tree where that is faster:
+    :math:`2\lceil\log_2 N\rceil` steps and :math:`2B` bytes. The exchanges of echo are
+    charged one step for each other rank, one after the other, which on many ranks
+    overestimates their time rather than underestimates it. Every sum is assumed to find
+    the whole burst available; of sums in quick succession, only the first one does.
 
     Example:
         >>> model = CostModel(
@@ -138,7 +141,7 @@ class CostModel:
         True
 
     Raises:
-      ValueError: for less than one rank or an unsupported dtype.
+      ValueError: for fewer than one rank, or an unsupported dtype.
     """
 
     ranks: int
@@ -146,7 +149,7 @@ class CostModel:
     exact: ExactSpeed
     codec: CodecSpeed
     dtype: str = "bfloat16"  # of the messages
-    config: EchoConfig = EchoConfig()  # of the calls; its min_bytes has no say
+    config: EchoConfig = EchoConfig()  # of the calls; its min_bytes is ignored
 
     def __post_init__(self):
         if self.ranks < 1:
@@ -154,10 +157,10 @@ class CostModel:
         check_dtype(self.dtype)
 
     def exact_seconds(self, message_bytes: int) -> float:
-        """Time of ``lax.psum``: by a ring, or by a tree where that is quicker.
+        """Time of ``lax.psum``: by a ring, or by a tree where that is faster.
 
         Args:
-          message_bytes: of a rank's tensor.
+          message_bytes: size of a rank's tensor.
         """
         steps = 2 * (self.ranks - 1)
         ring = self._exact(steps, steps / self.ranks * message_bytes)
@@ -170,8 +173,8 @@ class CostModel:
         """Time of ``echo_psum``, through the codec however small the message.
 
         Args:
-          message_bytes: of a rank's tensor.
-          num_chunks: pieces that it travels in; no more than it has blocks to cut.
+          message_bytes: size of a rank's tensor.
+          num_chunks: number of pieces; at most the blocks of a chunk are used.
         """
         values = self.values(message_bytes)
         sent = self._wire(values)
@@ -184,16 +187,16 @@ class CostModel:
         return pieces * (self.codec.piece_seconds + steps) + codec + wire - hidden
 
     def values(self, message_bytes: int) -> int:
-        """Number of values in a message of so many bytes."""
+        """Number of values in a message of ``message_bytes``."""
         return message_bytes // jnp.dtype(self.dtype).itemsize
 
     def over(self, bytes_per_second: float) -> "CostModel":
-        """The same ranks over a link of another nominal rate."""
+        """The same model over a link of another nominal rate."""
         link = dataclasses.replace(self.link, bytes_per_second=bytes_per_second)
         return dataclasses.replace(self, link=link)
 
     def save(self, path: pathlib.Path) -> None:
-        """Writes it as JSON; :meth:`load` reads it."""
+        """Writes the model as JSON; :meth:`load` reads it."""
         entries = dataclasses.asdict(self)
         if math.isinf(self.link.bytes_per_second):
             entries["link"]["bytes_per_second"] = None  # JSON has no infinity
@@ -221,7 +224,7 @@ class CostModel:
         return steps * self.link.latency_seconds + wire + adding - hidden
 
     def _pieces(self, gathered: int, num_chunks: int) -> int:
-        """Into which a message is cut whose all_gather sends so many bytes."""
+        """Number of pieces of a message whose all_gather sends ``gathered`` bytes."""
         if self.ranks == 1:
             return num_chunks
         part = gathered // (self.ranks - 1)  # of a rank, in whole blocks
@@ -234,7 +237,7 @@ class CostModel:
         return _wire_bytes(values, self.ranks, self.config, self.dtype)
 
 
-# A fit and a break-even ask for the same few messages hundreds of times.
+# Fits and break-even searches ask for the same few messages hundreds of times.
 @functools.lru_cache(maxsize=1024)
 def _wire_bytes(
     values: int, ranks: int, config: EchoConfig, dtype: str

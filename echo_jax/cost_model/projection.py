@@ -1,18 +1,19 @@
-"""What to expect of machines that were not measured, with the assumptions stated.
+"""Predictions for machines that were not measured, with their assumptions stated.
 
 Measured: two H200s over NVLink (``experiments/results/bench_nvlink.jsonl``, fitted by
 ``experiments/check_cost_model.py``). Assumed:
 
-- the codec is bound by memory: its time for a value goes with the nominal bandwidth of
-  the memory;
-- an NVLink reaches the same part of its nominal bandwidth on every machine, with 8
-  ranks as with 2, and no switch adds up;
-- each accelerator has a network card of its own of the given rate, of which nine
-  tenths are the message's; a step from node to node takes 10 microseconds;
-- an exact sum takes the quicker of a ring and a tree; in two levels it is scattered
-  inside the nodes, summed between them, each rank its part, and gathered inside;
-- echo's exchanges take a step for each other rank, one after the other, which is hard
-  on echo where there are many.
+- the codec is bound by memory: its time for a value is inversely proportional to the
+  nominal bandwidth of the memory;
+- NVLink reaches the same fraction of its nominal bandwidth on every machine, with 8
+  ranks as with 2, and switches do not reduce data (no NVLink SHARP);
+- each accelerator has its own network card of the given rate, nine tenths of which
+  messages reach; a step from node to node takes 10 microseconds;
+- an exact sum uses the faster of a ring and a tree; over two levels it is a
+  reduce-scatter inside each node, a sum of each rank's part between the nodes, and an
+  all-gather inside each node;
+- echo's exchanges take one step for each other rank, one after the other, which
+  overestimates their time where there are many ranks.
 """
 
 import dataclasses
@@ -40,8 +41,8 @@ MACHINES = {
     "h200": Machine(memory_bytes_per_second=4.8e12, nvlink_bytes_per_second=450e9),
 }
 
-# As fitted to two H200s and the default settings; a test holds it against the fit.
-# Their sums were measured whole, so that nothing is known to overlap.
+# The fit to two H200s with the default settings; a test compares it with the fit.
+# Messages were measured in one piece, so that the overlap of pieces is not known.
 MEASURED = CostModel(
     ranks=2,
     link=Link(latency_seconds=1.3e-5, bytes_per_second=450e9, efficiency=0.62),
@@ -52,13 +53,13 @@ MEASURED = CostModel(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TwoLevels:
-    """Nodes of linked ranks: one link inside a node, a slower one between.
+    """Nodes of several ranks: one link inside a node, a slower one between nodes.
 
-    A sum is scattered inside each node, summed between nodes, each rank the part that
-    it holds, and gathered inside. Echo sends the sums between the nodes in few bits
-    (``echo_psum`` over the axis of the nodes), and those inside too where that is
-    quicker (``echo_psum_scatter`` and ``echo_all_gather``), which rounds twice more.
-    One node is one level.
+    A sum is a reduce-scatter inside each node, a sum of each rank's part between the
+    nodes, and an all-gather inside each node. Echo quantizes the sum between the nodes
+    (``echo_psum`` over the axis of nodes) and, where that is faster, also the two steps
+    inside (``echo_psum_scatter`` and ``echo_all_gather``), with two more roundings. A
+    single node has one level only.
     """
 
     inside: CostModel  # its ranks are those of a node
@@ -66,23 +67,23 @@ class TwoLevels:
 
     @property
     def ranks(self) -> int:
-        """Of all nodes."""
+        """Number of ranks of all nodes."""
         return self.inside.ranks * self.between.ranks
 
     def exact_seconds(self, message_bytes: int) -> float:
-        """Of an exact sum."""
+        """Time of an exact sum."""
         part = self._part(message_bytes)
         return self.inside.exact_seconds(message_bytes) + (
             self.between.exact_seconds(part)
         )
 
     def echo_seconds(self, message_bytes: int, num_chunks: int = 1) -> float:
-        """Of a sum in few bits, where they pay most."""
+        """Time of a sum, quantized at the faster of the two placements."""
         place = self.placement(message_bytes, num_chunks)
         return self._placed(message_bytes, num_chunks, place)
 
     def placement(self, message_bytes: int, num_chunks: int = 1) -> Placement:
-        """Where few bits pay most: between the nodes alone, or everywhere."""
+        """Where quantizing is fastest: only between the nodes, or everywhere."""
         if self.between.ranks == 1:
             return "everywhere"
         places: tuple[Placement, ...] = ("between", "everywhere")
@@ -110,15 +111,17 @@ def project(
     dtype: str = "bfloat16",
     config: EchoConfig = EchoConfig(),
 ) -> TwoLevels:
-    """A cost model of nodes with NVLink inside and Ethernet between.
+    """A cost model of nodes with NVLink inside and Ethernet between them.
 
-    What is assumed is said at the head of this module.
+    It rests on one measurement, of two H200s over NVLink. For other machines, codec
+    times are scaled by nominal memory bandwidth and NVLink by its nominal rate; network
+    cards are assumed to reach nine tenths of their rate, with 10 microseconds a step.
 
     Args:
-      machine: a name of ``MACHINES``.
-      ranks: of all nodes; one node if that is enough.
-      ranks_per_node: accelerators of a node.
-      ethernet_gbit: rate of each accelerator's card, Gbit/s.
+      machine: a name in ``MACHINES``.
+      ranks: number of ranks of all nodes; a single node if it has room for them.
+      ranks_per_node: accelerators in a node.
+      ethernet_gbit: rate of each accelerator's network card, in Gbit/s.
       dtype: of the messages.
       config: of the echo calls.
 
