@@ -14,8 +14,9 @@
 # %% [markdown]
 # # Quickstart
 #
-# What a value becomes on the wire, what one sum costs, and why the second sum repays
-# the first. Ranks are simulated with `vmap`; nothing but a CPU is needed.
+# How a block is quantized, how far a sum over ranks is off, how the next call corrects
+# that error, and how many bytes are sent. Ranks are simulated with `vmap`, so that a
+# CPU is enough.
 
 # %%
 import jax
@@ -28,7 +29,7 @@ import echo_jax as echo
 # %% [markdown]
 # ## One block
 #
-# Four bits are sixteen levels: odd multiples of half a scale.
+# Four bits give sixteen levels, the odd multiples of half a scale.
 
 # %%
 x = jax.random.normal(jax.random.key(0), (1, 64))

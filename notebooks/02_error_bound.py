@@ -14,9 +14,9 @@
 # %% [markdown]
 # # The error bound
 #
-# Measured errors beside the worst case and the bound to be expected, over bits,
-# blocks, ranks and depth. Change `GRID` and run again; `experiments/error_bound.py`
-# is the same measurement, larger.
+# Measured errors beside the worst-case and the typical bound, for several numbers of
+# bits, block sizes, ranks and depths. Change `GRID` and run it again;
+# `experiments/error_bound.py` makes the same measurement on a larger grid.
 
 # %%
 import dataclasses

@@ -14,10 +14,10 @@
 # %% [markdown]
 # # Outliers
 #
-# Does compensation keep up when activations carry outliers, or when their
-# distribution shifts? Something happens at half of the calls; the error is that of
-# the values beside the outliers, over its level before. `experiments/outliers.py`
-# records the figures.
+# Does error feedback keep up when activations have outliers, or when their distribution
+# shifts? After half of the calls such an event happens. Shown is the error of the
+# values beside the outliers, relative to the error before the event.
+# `experiments/outliers.py` records the figures.
 
 # %%
 import pathlib
@@ -63,7 +63,8 @@ def curves(event, size):
 # %% [markdown]
 # ## A spike of growing size, for one call
 #
-# How many calls until every block is within twice of its usual error again?
+# How many calls does it take until the error of every block is below twice its usual
+# level again?
 
 # %%
 print(f"{'size':>8}", *(f"{name:>34}" for name in KINDS))
@@ -82,15 +83,16 @@ assert needed["not rotated", 1e4] == 3
 curves("spike", 1e4)
 
 # %% [markdown]
-# A spike of 10,000 is paid for within two calls rotated, three not rotated. Rotated
-# it becomes 64 equal magnitudes, which this code has levels for. Not rotated, its
-# rounding error is huge for one call, and a residual kept in bfloat16 is itself
-# rounded while it is huge: that part never comes back.
+# The error of a spike of 10,000 is repaid within two calls with rotation and within
+# three without. The rotation turns the spike into 64 equal magnitudes, which the code
+# represents almost exactly. Without rotation, the rounding error is huge for one call,
+# and a residual in bfloat16 is itself rounded while it is huge; that part is never
+# repaid.
 #
 # ## A shift of the distribution
 #
-# Growing values need no catching up; shrinking ones find an old debt that is too
-# large.
+# When values grow, nothing has to be repaid first. When they shrink, the old residual
+# is large compared with them for a few calls.
 
 # %%
 curves("shift_up", 100.0)
@@ -99,8 +101,9 @@ curves("shift_down", 100.0)
 # %% [markdown]
 # ## Channels that become outliers and stay
 #
-# Nothing to recover to: their neighbours are sent with a coarser scale from now on.
-# The rotation spreads that over the block.
+# The error does not return to its old level, because the other values of the block are
+# sent with a coarser scale from then on. The rotation spreads this error over the
+# block.
 
 # %%
 curves("channels", 100.0)
@@ -108,8 +111,8 @@ curves("channels", 100.0)
 # %% [markdown]
 # ## Massive tokens
 #
-# A token is a row of its own, and blocks never cross rows: its size costs nobody
-# else.
+# Each token is a row, and blocks never span two rows, so that a massive token does not
+# change the error of any other.
 
 # %%
 import jax.numpy as jnp

@@ -14,8 +14,8 @@
 # %% [markdown]
 # # Where the error goes
 #
-# Feedback does not remove noise, it moves it along depth to where it cancels; and the
-# calls of a network do not weigh alike.
+# Feedback does not remove rounding noise: it shapes the noise along depth so that it
+# cancels in the sum. And not all calls of a network matter equally.
 
 # %%
 import dataclasses
@@ -31,8 +31,8 @@ import echo_jax as echo
 # %% [markdown]
 # ## The spectrum along depth: a first-order noise shaper
 #
-# The error of a single output is what is repaid less what is newly owed, a
-# difference.
+# The error of a single output is the difference between the old residual, which the
+# call adds, and the new one, which it leaves.
 
 # %%
 RANKS, CALLS, SHAPE = 4, 256, (4, 256)
@@ -76,9 +76,9 @@ print(f"power of single outputs' errors, with over without feedback: {ratio:.2f}
 print(f"at the lowest frequency: {power[True][1] / white:.4f}")
 
 # %% [markdown]
-# ## Which calls hurt
+# ## Which calls matter most
 #
-# A small decoder, trained for a moment, with one call in 4 bits and all others exact.
+# A small, briefly trained decoder with one call in 4 bits and all others exact.
 
 # %%
 from echo_jax.layers import merge_module, split_module, split_ranks
@@ -160,7 +160,8 @@ for call, value in enumerate(alone):
 # %% [markdown]
 # ## Plans
 #
-# Every call in 4 bits, with and without feedback, and with more bits at the ends.
+# All calls in 4 bits, with and without feedback, and with more bits in the first and
+# the last calls.
 
 # %%
 edges = echo.DepthPlan.edges(config, first=1, last=1, num_calls=MODEL.num_calls)

@@ -14,8 +14,9 @@
 # %% [markdown]
 # # Train a tiny model
 #
-# The same decoder three times on the same text in the same order: exact sums, 4 bits
-# with feedback, 4 bits without. `echo-jax train` is this with a progress bar.
+# The same decoder is trained three times on the same text in the same order: with exact
+# sums, with 4 bits and feedback, and with 4 bits without feedback. `echo-jax train`
+# does the same with a progress bar.
 
 # %%
 import pathlib
@@ -55,9 +56,9 @@ plt.grid(alpha=0.3)
 plt.show()
 
 # %% [markdown]
-# One seed of a run this short says nothing about quality
-# (`experiments/train_seeds.py` runs more); it shows that the pieces fit, and the
-# bytes.
+# A single seed of such a short run says nothing about quality
+# (`experiments/train_seeds.py` runs several); it shows that training works, and how
+# many bytes it sends.
 
 # %%
 for result in results:
