@@ -46,7 +46,7 @@ class EchoConfig:
     residual_dtype: ResidualDtype = "bfloat16"
     # Into how many pieces echo_psum cuts a message, to overlap codec and transport.
     num_chunks: int = 1
-    backend: Backend = "auto"  # who runs the codec; checked when a call is made
+    backend: Backend = "auto"  # what runs the codec; checked when a call is made
 
     def __post_init__(self):
         if not isinstance(self.format, WireFormat):

@@ -27,7 +27,7 @@ class Explanation:
 
     path: CallPath  # "echo": through the codec; "exact": a full-width collective
     reason: str  # why this path
-    backend: str | None  # who runs the codec; None on the exact path
+    backend: str | None  # what runs the codec; None on the exact path
     x_bytes: int  # bytes of the rank's x
     wire_bytes: dict[str, int]  # bytes that the rank sends, by collective
     exact_bytes: int  # bytes that the rank would send on the exact path
@@ -70,8 +70,8 @@ def _exact_reason(shape: Shape, dtype, config: EchoConfig) -> str | None:
     payload = blocks * config.format.block_bytes
     if config.least_bytes and payload >= size:
         return (
-            f"blocks run along the last axis, and would make {payload:,} B of the "
-            f"{size:,} B of x: let the last axis fill a block of "
+            f"blocks run along the last axis, and padding them would turn the "
+            f"{size:,} B of x into {payload:,} B: let the last axis fill a block of "
             f"{config.format.block_size} values"
         )
     return None

@@ -139,7 +139,7 @@ def advise(
         >>> config = advice.configure(EchoConfig())
     """
     if not messages:
-        raise ValueError("messages must not be empty: say what is summed.")
+        raise ValueError("messages must not be empty: give at least one Message.")
     if min(chunks, default=0) < 1:
         raise ValueError(f"chunks={chunks!r} must hold numbers of at least 1.")
     if margin < 0:

@@ -48,7 +48,7 @@ def calibrate(
       ValueError: for a mesh of one rank, and as :func:`fit`.
     """
     if mesh.size < 2:
-        raise ValueError("1 rank sends nothing: calibrate on a mesh of 2 at least.")
+        raise ValueError("1 rank sends nothing: calibrate a mesh of at least 2 ranks.")
     cases = _cases(chunks, dtype, config)
     samples, itemsize = [], jnp.dtype(dtype).itemsize
     for size in sizes:

@@ -134,10 +134,10 @@ def _check(samples: Sequence[Sample], ranks: int) -> bool:
         if len(sizes) < 2:
             raise ValueError(
                 f"{len(sizes)} sizes of {name} sums were measured, two are needed to "
-                "tell the cost of a call from that of a byte."
+                "separate the cost of a call from that of a byte."
             )
     if ranks < 2:
-        raise ValueError(f"ranks={ranks} send nothing: measure on 2 at least.")
+        raise ValueError(f"ranks={ranks} send nothing: measure at least 2 ranks.")
     known = sum(s.bytes_per_second is not None for s in samples)
     if 0 < known < len(samples):
         raise ValueError(

@@ -137,7 +137,8 @@ def project(
     inside = min(ranks, ranks_per_node)
     if inside < 1 or ranks % inside:
         raise ValueError(
-            f"ranks={ranks} must fill nodes of ranks_per_node={ranks_per_node}."
+            f"ranks={ranks} must fill nodes of ranks_per_node={ranks_per_node}: "
+            "use fewer ranks than a node has, or a multiple of that."
         )
     if not ethernet_gbit > 0:
         raise ValueError(f"ethernet_gbit={ethernet_gbit} must be above 0.")

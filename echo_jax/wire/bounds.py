@@ -305,7 +305,7 @@ def _storage_rounding(residual_dtype: str, calls: int | None, feedback: bool) ->
     loss = _STORAGE_ROUNDING[residual_dtype] if feedback else 0.0
     if loss and calls is None:
         raise ValueError(
-            f"Residuals kept in {residual_dtype} lose a little at every call: pass "
+            f"Residuals stored in {residual_dtype} are rounded at every call: pass "
             f"calls=... to error_bound(..., residual_dtype={residual_dtype!r})."
         )
     return loss
