@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import pathlib
 import shutil
 import warnings
@@ -9,9 +10,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
+from echo_jax.training.agreement import FailedTogether, from_first, together
 from echo_jax.training.config_file import changed_fields
 from echo_jax.training.fingerprint import fingerprint
 from echo_jax.training.state import TrainState
@@ -102,7 +103,8 @@ class Checkpoints:
         """The newest checkpoint that can be read; None if there is none at all.
 
         One that cannot be read is renamed, with a warning, and the one before it is
-        tried. On another mesh the state is resharded, and ``notes`` say so. The
+        tried; of several processes all go on from the same one, which each of them
+        could read. On another mesh the state is resharded, and ``notes`` say so. The
         residual of a gradient sync, which belongs to the ranks that saved it, is then
         returned replicated and with the shapes it was saved with, for ``fit_state``;
         or it is None, if its messages are other ones than those of this run.
@@ -115,19 +117,17 @@ class Checkpoints:
           ValueError: if the run was another one, or no checkpoint can be read.
           MemoryError, jax.errors.JaxRuntimeError: if host or device have no room for
             the state. No checkpoint is renamed then.
+          RuntimeError: if one of these happened to another process.
         """
-        steps, failure = self.steps(), None
-        for step in reversed(steps):
+        step, failure = self._newest(), None
+        while step >= 0:
             try:
-                meta = self._read_meta(step)
-                self._check_identity(meta)
-                return self._snapshot(step, meta, shapes, shardings)
-            except (_AnotherRun, MemoryError, jax.errors.JaxRuntimeError):
-                raise  # a device without room says nothing about the files
-            except Exception as error:
+                return self._restore(step, shapes, shardings)
+            except FailedTogether as error:
                 # What a damaged file raises depends on where it is damaged.
-                self._set_aside(step, error)
-                failure = error
+                failure = error.__cause__ or error
+                self._set_aside(step, failure)
+            step = self._newest(below=step)
         if failure is not None:
             raise ValueError(
                 f"No checkpoint in {self.folder} can be read; they were set aside. "
@@ -184,12 +184,27 @@ class Checkpoints:
         except (OSError, ValueError, RuntimeError):
             return  # the error that has been reported already
 
+    def _restore(self, step: int, shapes: TrainState, shardings: TrainState):
+        def read():
+            return self._read_all(step, shapes, shardings)
+
+        meta, found = together(read, fatal=_FATAL)
+        # Checksums are sums over all processes: only now that all have their arrays.
+        return together(lambda: self._snapshot(meta, found), fatal=_FATAL)
+
+    def _newest(self, below: float = math.inf) -> int:
+        """The newest step that the first process sees, which renames; or -1."""
+        found = [step for step in self.steps() if step < below]
+        return from_first(max(found, default=-1))
+
     def _read(self, step: int, items: dict[str, Any]):
         import orbax.checkpoint as ocp
 
         wanted = {name: ocp.args.StandardRestore(tree) for name, tree in items.items()}
         wanted = wanted or {"meta": ocp.args.JsonRestore()}
-        return self._open().restore(step, args=ocp.args.Composite(**wanted))
+        with ocp.Checkpointer(_own_handler(), multiprocessing_options=_alone()) as own:
+            args = ocp.args.Composite(**wanted)
+            return own.restore(self.folder / str(step), args=args)
 
     def _read_meta(self, step: int) -> dict[str, Any]:
         meta = self._read(step, {})["meta"]
@@ -207,7 +222,10 @@ class Checkpoints:
                 + "\n".join(f"  {line}" for line in changed)
             )
 
-    def _snapshot(self, step, meta, shapes: TrainState, shardings: TrainState):
+    def _read_all(self, step: int, shapes: TrainState, shardings: TrainState):
+        """Description and arrays; waits for no other process."""
+        meta = self._read_meta(step)
+        self._check_identity(meta)
         targets = jax.tree.map(
             lambda shape, place: jax.ShapeDtypeStruct(
                 shape.shape, shape.dtype, sharding=place
@@ -216,15 +234,17 @@ class Checkpoints:
             shardings,
         )
         whole, owed = _parts(targets)
-        same_ranks = meta["ranks"] == self.identity.ranks
         items = {"state": whole}
-        if owed is not None:
-            owed = owed if same_ranks else _as_saved(owed, meta["owed_shapes"])
+        if owed is not None and meta["ranks"] != self.identity.ranks:
+            owed = _as_saved(owed, meta["owed_shapes"])
         if owed is not None:
             items["gradient_residual"] = owed
-        found = self._read(step, items)
+        return meta, self._read(step, items)
+
+    def _snapshot(self, meta: dict[str, Any], found) -> Snapshot:
         whole, owed = found["state"], found.get("gradient_residual")
         self._compare(meta["fingerprint"], whole, owed)
+        same_ranks = meta["ranks"] == self.identity.ranks
         notes = () if same_ranks else (self._what_changed(meta),)
         state = TrainState(**whole, gradient_residual=owed)
         return Snapshot(state, meta["position"], meta["losses"], notes)
@@ -241,15 +261,17 @@ class Checkpoints:
             f"resharded for {now}."
         )
 
-    def _set_aside(self, step: int, error: Exception) -> None:
+    def _set_aside(self, step: int, error: BaseException) -> None:
         self._release()
         here = self.folder / str(step)
         aside = self.folder / f"unreadable-{step}"
-        if jax.process_index() == 0:
-            shutil.rmtree(aside, ignore_errors=True)
-            here.rename(aside)
-        if jax.process_count() > 1:
-            multihost_utils.sync_global_devices(f"{aside} is there")
+
+        def rename() -> None:
+            if jax.process_index() == 0:
+                shutil.rmtree(aside, ignore_errors=True)
+                here.rename(aside)
+
+        together(rename, fatal=(OSError,))
         warnings.warn(
             f"The checkpoint of step {step} in {self.folder} cannot be read: "
             f"{_first_line(error)}. It was renamed to {aside.name}; the one before it "
@@ -261,6 +283,32 @@ class Checkpoints:
 
 class _AnotherRun(ValueError):
     """The checkpoint is fine, and not of this run."""
+
+
+# No older checkpoint helps: a device without room says nothing about the files.
+_FATAL = (_AnotherRun, MemoryError, jax.errors.JaxRuntimeError)
+
+
+def _alone():
+    """Options for reading that make orbax wait for no other process.
+
+    One that fails would leave the others at a barrier; ``together`` waits instead.
+    """
+    import orbax.checkpoint as ocp
+
+    process = jax.process_index()
+    return ocp.options.MultiprocessingOptions(
+        primary_host=process,
+        active_processes={process},
+        barrier_sync_key_prefix=f"process-{process}",
+    )
+
+
+def _own_handler():
+    import orbax.checkpoint as ocp
+
+    options = ocp.CompositeOptions(multiprocessing_options=_alone())
+    return ocp.CompositeCheckpointHandler(composite_options=options)
 
 
 def _numbers(fingerprints: tuple[Any, Any]) -> list[list[int]]:
@@ -300,5 +348,5 @@ def _in_words(ranks: dict[str, int]) -> str:
     return " x ".join(f"{count} {name}" for name, count in ranks.items()) + " ranks"
 
 
-def _first_line(error: Exception) -> str:
+def _first_line(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0][:300] or type(error).__name__

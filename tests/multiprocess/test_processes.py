@@ -80,6 +80,32 @@ def test_bench_measures_over_processes_and_the_first_reports(tmp_path):
         assert (record["config"]["processes"], record["config"]["ranks"]) == (2, 2)
 
 
+@pytest.mark.long  # six seconds; what one process does is in training/test_checkpoint
+def test_processes_agree_on_the_checkpoint_they_go_on_from(tmp_path):
+    """What one cannot read none goes on from; one without memory stops them all."""
+    ended = launch(
+        WORKER,
+        ["restore", str(tmp_path)],
+        processes=2,
+        timeout=START_SECONDS,
+        environment=QUICK,
+    )
+    said = []
+    for process in ended:
+        assert process.code == 0, process.output
+        lines = process.output.splitlines()
+        said.append([line for line in lines if line.startswith("found ")])
+    # Two ranks owe 16384 ones each; a mean over four adds what the summing rank owes.
+    fitted = ["found fit 2 0 [32768.0]", "found fit 4 1 [40960.0]"]
+    for lines in said:
+        assert lines[:2] == fitted
+        assert lines[3:] == ["found 2 16.0 1"]
+    assert said[0][2].startswith("found RuntimeError: Another process")
+    assert said[1][2] == "found MemoryError: not here"
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"2", "4", "unreadable-4"}
+
+
 FAULTS = {
     "exits-1": HEARTBEAT_SECONDS,
     "exits-0": HEARTBEAT_SECONDS,  # who coordinates the others

@@ -30,6 +30,10 @@ def main() -> None:
         )
     if task.startswith("results"):
         write_results(folder, int(task.split("-")[1]))
+    elif task == "restore":
+        from tests.multiprocess import restoring
+
+        restoring.run_all(folder, rank)
     else:
         work_until_one_fails(task, rank, processes)
 
