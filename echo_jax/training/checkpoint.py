@@ -192,7 +192,7 @@ class Checkpoints:
         # Checksums are sums over all processes: only now that all have their arrays.
         return together(lambda: self._snapshot(meta, found), fatal=_FATAL)
 
-    def _newest(self, below: float = math.inf) -> int:
+    def _newest(self, below: float | int = math.inf) -> int:
         """The newest step that the first process sees, which renames; or -1."""
         found = [step for step in self.steps() if step < below]
         return from_first(max(found, default=-1))

@@ -1,5 +1,6 @@
 """How long training steps take."""
 
+import collections
 import statistics
 import time
 
@@ -7,23 +8,28 @@ import time
 class StepClock:
     """Seconds a step, without the first call, which compiles.
 
-    The time from :meth:`start` to :meth:`stop`, in which the device computes and the
-    next batch is read; evaluation and checkpoints lie outside.
+    Calls end in the order in which they began, and the next may begin before one has
+    ended. Each counts from its :meth:`start`, or from the end of the one before it if
+    that is later, to its :meth:`stop`: the device computes, and batches are read.
+    Evaluation and checkpoints, during which no call runs, lie outside.
     """
 
     def __init__(self):
         """See the class."""
         self._calls: list[float] = []  # seconds a step of each call
         self._since_lap = 0
-        self._started = 0.0
+        self._begun: collections.deque[float] = collections.deque()
+        self._ended = 0.0  # the last call
 
     def start(self) -> None:
         """A call begins."""
-        self._started = time.perf_counter()
+        self._begun.append(time.perf_counter())
 
     def stop(self, steps: int) -> None:
-        """The call has ended, and was of so many steps."""
-        self._calls.append((time.perf_counter() - self._started) / steps)
+        """The call that began first has ended, and was of so many steps."""
+        begun = max(self._begun.popleft(), self._ended)
+        self._ended = time.perf_counter()
+        self._calls.append((self._ended - begun) / steps)
 
     def lap(self) -> float | None:
         """The mean since the lap before, seconds a step; None without a call."""

@@ -4,7 +4,7 @@ import dataclasses
 import statistics
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -54,6 +54,14 @@ class Comparison:
     source: Source  # of the batches
 
 
+class _Call(NamedTuple):
+    """What a call of the step function gave, on its way from the device."""
+
+    metrics: StepMetrics
+    position: dict[str, Any]  # of the batches, after those of the call
+    owed_rms: jax.Array | None  # by the gradient sync, where a record is due
+
+
 _RESET = (
     "What the gradient sync still owed was of other messages than it sends here: it "
     "was reset to zero. One rounding of a step's gradients is lost."
@@ -101,8 +109,11 @@ class TrainingRun:
 
     @property
     def steps_done(self) -> int:
-        """Optimizer steps that the state has seen."""
-        return len(self.result.losses)
+        """Optimizer steps that the state has seen, or will have: some may be running.
+
+        After :meth:`train` the result has the losses of all of them.
+        """
+        return self._steps_done
 
     @property
     def is_complete(self) -> bool:
@@ -113,26 +124,23 @@ class TrainingRun:
         """Trains until all steps are done or ``stop`` says so, then saves.
 
         Args:
-          progress: called after each call of the step function, and once at the start
-            of a resumed run.
+          progress: called when the losses of a call of the step function are known,
+            while the next one runs, and once at the start of a resumed run.
           stop: asked before each call; must answer the same on all processes.
         """
-        clock, config = StepClock(), self.config
+        clock, running = StepClock(), None
         if self.steps_done:
             progress(self.result.variant, self.steps_done, self.result.losses[-1])
         while not self.is_complete and not stop():
-            tokens, position = self._next or self._draw()
-            clock.start()
-            self.state, metrics = self.step(self.state, self._feeder.place(tokens))
-            # The next batch is read while the device computes.
-            left = config.steps - self.steps_done - config.steps_per_call
-            self._next = self._draw() if left > 0 else None
-            metrics = jax.tree.map(np.atleast_1d, jax.device_get(metrics))
-            clock.stop(metrics.loss.size)
-            self.result.losses += [float(loss) for loss in metrics.loss]
-            self._skipped += int(metrics.skipped.sum())
-            self._after_call(jax.tree.map(lambda m: m[-1], metrics), position, clock)
-            progress(self.result.variant, self.steps_done, self.result.losses[-1])
+            # The device has the next call before the host waits for the one before.
+            before, running = running, self._call(clock)
+            if before is not None:
+                self._measure(before, clock, progress)
+            if self._state_is_due:  # the next call would take it
+                self._measure(running, clock, progress)
+                running = None
+        if running is not None:
+            self._measure(running, clock, progress)
         self._save(force=True)
         self._measure_speed(clock)
 
@@ -209,13 +217,13 @@ class TrainingRun:
                 self.config.seed,
                 gradients=self.config.gradient_sync(),
             )
-            self._saved = self._position = None
+            self._saved, self._position, self._steps_done = None, None, 0
             return
         self.state, self.notes = self._on_this_mesh(snapshot)
         self._position = snapshot.position
         self._batches.set_state(snapshot.position)
         self.result.losses = list(snapshot.losses)
-        self._saved = self.steps_done
+        self._saved = self._steps_done = len(snapshot.losses)
 
     def _on_this_mesh(self, snapshot: Snapshot) -> tuple[TrainState, tuple[str, ...]]:
         """The state, with what data ranks owe fitted to those that are here."""
@@ -233,6 +241,39 @@ class TrainingRun:
         notes = notes if words is None else (*notes, words)
         return state._replace(gradient_residual=owed), notes
 
+    def _call(self, clock: StepClock) -> _Call:
+        """Starts a call of the step function and waits for nothing."""
+        tokens, position = self._next or self._draw()
+        clock.start()
+        self.state, metrics = self.step(self.state, self._feeder.place(tokens))
+        self._steps_done += self.config.steps_per_call
+        owed, owed_rms = self.state.gradient_residual, None
+        if owed is not None and self._is_logged(self.steps_done):
+            owed_rms = self._owed_rms(owed)
+        # The next batch is read while the device computes.
+        self._next = None if self.is_complete else self._draw()
+        return _Call(metrics, position, owed_rms)
+
+    def _measure(self, call: _Call, clock: StepClock, progress: Progress) -> None:
+        """Waits for a call and writes down what it gave."""
+        metrics, owed_rms = jax.device_get((call.metrics, call.owed_rms))
+        metrics = jax.tree.map(np.atleast_1d, metrics)
+        clock.stop(metrics.loss.size)
+        result, self._position = self.result, call.position
+        result.losses += [float(loss) for loss in metrics.loss]
+        self._skipped += int(metrics.skipped.sum())
+        self._after_call(jax.tree.map(lambda m: m[-1], metrics), owed_rms, clock)
+        progress(result.variant, len(result.losses), result.losses[-1])
+
+    def _is_logged(self, done: int) -> bool:
+        return done % self.config.log_every == 0 or done >= self.config.steps
+
+    @property
+    def _state_is_due(self) -> bool:
+        """Whether the state as it is now is to be saved or evaluated."""
+        every = (self.config.checkpoint.every, self.config.evaluate_every)
+        return any(n and self.steps_done % n == 0 for n in every)
+
     def _draw(self) -> tuple[np.ndarray, dict[str, Any]]:
         """The tokens of one call, for one step or several, and the position after."""
         count = self.config.steps_per_call
@@ -240,23 +281,24 @@ class TrainingRun:
         whole = tokens[0] if count == 1 else np.stack(tokens)
         return whole, self._batches.get_state()
 
-    def _after_call(self, metrics: StepMetrics, position, clock: StepClock) -> None:
-        self._position = position
-        result, config, done = self.result, self.config, self.steps_done
-        ranks = config.mesh.tensor_ranks
+    def _after_call(self, metrics: StepMetrics, owed_rms, clock: StepClock) -> None:
+        result, config = self.result, self.config
+        done, ranks = len(result.losses), config.mesh.tensor_ranks
         result.residual_rms = float(metrics.residual_send)
         result.signal_db = signal_to_quantization_db(metrics, config.format, ranks)
-        if done % config.log_every == 0 or self.is_complete:
-            self.log.write_step(self._figures(metrics, clock), done)
+        if self._is_logged(done):
+            self.log.write_step(self._figures(metrics, owed_rms, clock), done)
+        if done != self.steps_done:
+            return  # the state is a later one, and nothing was due of this one
         if config.evaluate_every and done % config.evaluate_every == 0:
             loss = statistics.fmean(self.heldout_losses())
             self.log.write_step({"heldout_loss": (loss, "nats")}, done)
         self._save()
 
-    def _figures(self, metrics: StepMetrics, clock: StepClock) -> Figures:
+    def _figures(self, metrics: StepMetrics, owed_rms, clock: StepClock) -> Figures:
         """What a line of the log says."""
         result, every = self.result, self.config.log_every
-        since = (self.steps_done - 1) % every + 1  # steps since the last line
+        since = (len(result.losses) - 1) % every + 1  # steps since the last line
         figures: Figures = {
             # Of all steps since then: single batches differ more than runs do.
             "train_loss": (statistics.fmean(result.losses[-since:]), "nats"),
@@ -266,9 +308,8 @@ class TrainingRun:
             "skipped": (float(self._skipped), "1"),
         }
         self._skipped = 0
-        if self.state.gradient_residual is not None:
-            owed = float(self._owed_rms(self.state.gradient_residual))
-            figures["gradient_residual_rms"] = (owed, "1")
+        if owed_rms is not None:
+            figures["gradient_residual_rms"] = (float(owed_rms), "1")
         if result.signal_db is not None:
             figures["signal_to_quantization_db"] = (result.signal_db, "dB")
         seconds = clock.lap()

@@ -21,6 +21,7 @@ from echo_jax.training import (
     prepare,
     signal_to_quantization_db,
 )
+from echo_jax.training.clock import StepClock
 from echo_jax.training.report import plot_curves, read_curves, summary_table
 from echo_jax.training.result import RunResult, gap_percent, gap_spread_percent
 from echo_jax.wire import WireFormat
@@ -90,9 +91,10 @@ def test_ctrl_c_stops_at_the_end_of_a_step_and_keeps_what_was_measured(tmp_path)
     results, stopped = compare(prepare(TINY), RecordWriter(path), interrupt)
     assert stopped
     assert signal.getsignal(signal.SIGINT) is handler
-    assert [len(r.losses) for r in results] == [4, 2]
+    # The step that was running when the losses of the second came is the last one.
+    assert [len(r.losses) for r in results] == [4, 3]
     last = read_curves(path, "train_loss")
-    assert last["echo"] == {2: pytest.approx(statistics.fmean(results[1].losses))}
+    assert last["echo"] == {2: pytest.approx(statistics.fmean(results[1].losses[:2]))}
     assert results[0].heldout_loss is not None
     assert results[1].heldout_loss is None
     assert {r["config"]["variant"] for r in read_records(path)} == {"exact", "echo"}
@@ -162,6 +164,43 @@ def test_every_skipped_step_is_counted(tmp_path):
     run.train(lambda *_: None, lambda: False)
     run.close()
     assert read_curves(path, "skipped")["exact"] == {2: 2.0, 4: 1.0}
+
+
+def test_the_device_has_the_next_step_before_the_host_waits(tmp_path):
+    """But where the state itself is to be evaluated: the next step would take it."""
+    config = dataclasses.replace(TINY, variants=("exact",), steps=6, evaluate_every=3)
+    run = TrainingRun(prepare(config), "exact", RecordWriter(tmp_path / "m.jsonl"))
+    step, order, metrics = run.step, [], []
+
+    def seen(state, tokens):
+        order.append(f"starts {len(metrics) + 1}")
+        state, found = step(state, tokens)
+        metrics.append(found)
+        return state, found
+
+    run.step = seen
+    run.train(lambda _, done, loss: order.append(f"known {done}"), lambda: False)
+    run.close()
+    wanted = "starts 1,starts 2,known 1,starts 3,known 2,known 3"
+    again = "starts 4,starts 5,known 4,starts 6,known 5,known 6"
+    assert order == f"{wanted},{again}".split(",")
+    # Every figure is still written at its own step.
+    assert run.result.losses == [float(m.loss) for m in metrics]
+    norms = read_curves(tmp_path / "m.jsonl", "gradient_norm")["exact"]
+    assert norms == {n: float(metrics[n - 1].grad_norm) for n in (2, 4, 6)}
+
+
+def test_calls_that_overlap_are_not_counted_twice(monkeypatch):
+    now = iter([0.0, 1.0, 5.0, 6.0, 9.0, 20.0])
+    monkeypatch.setattr("time.perf_counter", lambda: next(now))
+    clock = StepClock()
+    clock.start()  # 0
+    clock.start()  # 1
+    clock.stop(1)  # 5: the first, which compiles
+    clock.start()  # 6
+    clock.stop(1)  # 9: the second, 4 after the first
+    clock.stop(1)  # 20: 11 after the second
+    assert clock.median() == 7.5
 
 
 def test_the_spread_of_a_gap_is_of_pairs():
