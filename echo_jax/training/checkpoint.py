@@ -141,6 +141,16 @@ class Checkpoints:
             self._guarded(_RUNNING, self._manager.wait_until_finished)
             self._release()
 
+    def abandon(self) -> None:
+        """Lets go after an error.
+
+        Of several processes others may have died, and a checkpoint that is being
+        written is complete only when all of them say so: it is not waited for.
+        """
+        if jax.process_count() == 1:
+            self.close()
+        self._manager = None
+
     def _open(self):
         import orbax.checkpoint as ocp
 

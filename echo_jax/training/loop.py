@@ -54,17 +54,16 @@ def compare(
     with Interrupt() as interrupt:
         stop = _agreed(lambda: interrupt.requested)
         for variant in runs.config.variants:
-            run = TrainingRun(runs, variant, writer, resume=resume)
-            results.append(run.result)
-            if run.steps_done:
-                notify(f"{variant}: goes on after step {run.steps_done}.")
-            for note in run.notes:
-                notify(f"{variant}: {note}")
-            run.train(progress, stop)
-            if run.is_complete:
-                run.evaluate()
-                _compare_with(run, results[0])
-            run.close()
+            with TrainingRun(runs, variant, writer, resume=resume) as run:
+                results.append(run.result)
+                if run.steps_done:
+                    notify(f"{variant}: goes on after step {run.steps_done}.")
+                for note in run.notes:
+                    notify(f"{variant}: {note}")
+                run.train(progress, stop)
+                if run.is_complete:
+                    run.evaluate()
+                    _compare_with(run, results[0])
             if not run.is_complete:
                 return results, True
     return results, False

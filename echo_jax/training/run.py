@@ -4,6 +4,7 @@ import dataclasses
 import statistics
 import warnings
 from collections.abc import Callable
+from types import TracebackType
 from typing import Any, NamedTuple
 
 import jax
@@ -71,6 +72,8 @@ _RESET = (
 class TrainingRun:
     """One variant: its compiled steps, its state and what it measures.
 
+    As a context manager it is closed at the end, or abandoned after an error.
+
     Args:
       runs: from :func:`echo_jax.training.prepare`.
       variant: how the all-reduces are sent.
@@ -103,9 +106,13 @@ class TrainingRun:
         rows = self._feeder.rows
         self._batches: Any = runs.source.batches(sizes, self.config.seed, rows)
         self._checkpoints = self._open_checkpoints()
-        self._make_steps()
-        self._start(resume)
         self.log = RunLog(self.config, variant, writer)
+        try:
+            self._make_steps()
+            self._start(resume)
+        except BaseException:
+            self.abandon()
+            raise
 
     @property
     def steps_done(self) -> int:
@@ -162,9 +169,33 @@ class TrainingRun:
 
     def close(self) -> None:
         """Waits until checkpoints and figures are on disk."""
-        if self._checkpoints is not None:
-            self._checkpoints.close()
-        self.log.close()
+        try:
+            if self._checkpoints is not None:
+                self._checkpoints.close()
+        finally:
+            self.log.close()
+
+    def abandon(self) -> None:
+        """Closes after an error, and waits for no other process: they may have died."""
+        try:
+            if self._checkpoints is not None:
+                self._checkpoints.abandon()
+        finally:
+            self.log.close()
+
+    def __enter__(self) -> "TrainingRun":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.abandon()
 
     def _make_steps(self) -> None:
         config, mesh = self.config, self.runs.mesh

@@ -21,12 +21,14 @@ from echo_jax.training import (
     TrainConfig,
     TrainingRun,
     TrainState,
+    compare,
     make_mesh,
     prepare,
     residual_rms,
 )
 from echo_jax.training.checkpoint import Checkpoints, Identity, Snapshot
 from echo_jax.training.fingerprint import fingerprint
+from echo_jax.training.run_log import RunLog
 from tests.ranks import bits_of
 
 TINY = TrainConfig(
@@ -329,6 +331,47 @@ def test_a_folder_that_cannot_be_made_does_not_stop_the_training(tmp_path):
         CheckpointWarning, match=r"could not be written.*there is no complete"
     ):
         save(checkpoints, 2)
+
+
+def test_an_error_in_training_leaves_nothing_open(tmp_path, monkeypatch):
+    """And a checkpoint that was being written is there."""
+    closed = []
+    monkeypatch.setattr(RunLog, "close", lambda log: closed.append(log))
+
+    def fails(variant, step, loss):
+        if step == 3:
+            raise ZeroDivisionError
+
+    config = dataclasses.replace(TINY, variants=("exact",))
+    writer = RecordWriter(tmp_path / "metrics.jsonl")
+    with pytest.raises(ZeroDivisionError):
+        compare(prepare(config), writer, fails)
+    assert len(closed) == 1
+    assert (tmp_path / "checkpoints" / "exact" / "2").is_dir()
+    # Other text: refused while the run is made.
+    other = tmp_path / "other.txt"
+    other.write_text("other text " * 1000)
+    config = dataclasses.replace(
+        config, data=dataclasses.replace(config.data, path=other)
+    )
+    with pytest.raises(ValueError, match="text is another one"):
+        compare(prepare(config), writer, nothing, resume=True)
+    assert len(closed) == 2
+
+
+def test_after_an_error_no_other_process_is_waited_for(saved, monkeypatch):
+    checkpoints, _ = saved
+
+    class Waits:
+        def wait_until_finished(self):
+            raise AssertionError("another process may have died")
+
+        close = wait_until_finished
+
+    checkpoints._manager = Waits()
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    checkpoints.abandon()
+    assert checkpoints._manager is None
 
 
 def test_a_field_that_a_checkpoint_does_not_know_had_its_default(saved):
