@@ -2,17 +2,14 @@
 
 from collections.abc import Callable
 
-import jax
-import numpy as np
-from jax.experimental import multihost_utils
-
 from echo_jax.records import RecordWriter
+from echo_jax.training.agreement import largest
 from echo_jax.training.config import TrainConfig
 from echo_jax.training.interrupt import Interrupt
 from echo_jax.training.ranks import make_mesh
 from echo_jax.training.result import RunResult, gap_percent, gap_spread_percent
 from echo_jax.training.run import Comparison, Progress, TrainingRun
-from echo_jax.training.run_log import check_tensorboard
+from echo_jax.training.run_log import RunLog, check_tensorboard
 from echo_jax.training.source import open_source
 
 
@@ -51,6 +48,7 @@ def compare(
       The results so far, and whether Ctrl-C (or SIGTERM) stopped the runs early.
     """
     results: list[RunResult] = []
+    logs: list[RunLog] = []  # of the variants that are complete
     with Interrupt() as interrupt:
         stop = _agreed(lambda: interrupt.requested)
         for variant in runs.config.variants:
@@ -63,27 +61,24 @@ def compare(
                 run.train(progress, stop)
                 if run.is_complete:
                     run.evaluate()
-                    _compare_with(run, results[0])
+                    logs.append(run.log)
+                    _record_gaps(results, logs)
             if not run.is_complete:
                 return results, True
     return results, False
 
 
-def _compare_with(run: TrainingRun, exact: RunResult) -> None:
-    """Records the gap to the first run, if that is the exact one."""
-    if run.result is exact or exact.variant != "exact":
-        return
-    gap, spread = (f(run.result, exact) for f in (gap_percent, gap_spread_percent))
-    run.log.write("heldout_gap_percent", gap, "%", spread=spread, baseline="exact")
+def _record_gaps(results: list[RunResult], logs: list[RunLog]) -> None:
+    """Records the gap to the exact run: of the last run, or of all if it is that."""
+    exact = next((result for result in results if result.variant == "exact"), None)
+    first = 0 if results[-1] is exact else len(results) - 1
+    for result, log in list(zip(results, logs, strict=True))[first:]:
+        if exact is None or result is exact:
+            continue
+        gap, spread = (f(result, exact) for f in (gap_percent, gap_spread_percent))
+        log.write("heldout_gap_percent", gap, "%", spread=spread, baseline="exact")
 
 
 def _agreed(requested: Callable[[], bool]) -> Callable[[], bool]:
     """Stops all processes after the same step: one that goes on alone would hang."""
-    if jax.process_count() == 1:
-        return requested
-
-    def stop() -> bool:
-        answers = multihost_utils.process_allgather(np.asarray(requested()))
-        return bool(np.any(answers))
-
-    return stop
+    return lambda: bool(largest(int(requested())))
