@@ -108,9 +108,11 @@ def train(settings: Settings, text):
     """Parameters after some steps of exact training, and their specs."""
     mesh = make_mesh(MeshConfig(data_ranks=1, tensor_ranks=1))
     optimizer = make_optimizer(OptimizerConfig(), settings.steps)
-    state, parts = create_state(settings.model(), optimizer, mesh, settings.seed)
+    state, parts = create_state(
+        settings.model(), mesh, optimizer=optimizer, seed=settings.seed
+    )
     exact = echo.DepthPlan.uniform(echo.EchoConfig().exact())
-    step = make_train_step(parts, mesh, optimizer, exact)
+    step = make_train_step(parts, mesh, optimizer=optimizer, plan=exact)
     for index in range(settings.steps):
         state, metrics = step(state, batch(settings, text, index))
         if index % 50 == 0 or index + 1 == settings.steps:

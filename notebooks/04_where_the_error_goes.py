@@ -108,9 +108,9 @@ def batch(step):
 
 optimizer = make_optimizer(OptimizerConfig(), STEPS)
 mesh = make_mesh(MeshConfig(data_ranks=1, tensor_ranks=1))
-state, parts = create_state(MODEL, optimizer, mesh, 0)
+state, parts = create_state(MODEL, mesh, optimizer=optimizer, seed=0)
 exact_plan = echo.DepthPlan.uniform(echo.EchoConfig().exact())
-step = make_train_step(parts, mesh, optimizer, exact_plan)
+step = make_train_step(parts, mesh, optimizer=optimizer, plan=exact_plan)
 for index in range(STEPS):
     state, metrics = step(state, batch(index))
 print(f"loss {float(metrics.loss):.3f} nats a byte after {STEPS} steps")

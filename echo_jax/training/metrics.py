@@ -46,7 +46,7 @@ def flops_per_token(config: DecoderConfig, length: int) -> float:
 
 
 def signal_to_quantization_db(
-    metrics: StepMetrics, fmt: WireFormat, ranks: int
+    metrics: StepMetrics, fmt: WireFormat, *, ranks: int
 ) -> float | None:
     r"""How far the stream stands above its quantization error, in decibels.
 

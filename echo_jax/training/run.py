@@ -202,20 +202,20 @@ class TrainingRun:
         self._optimizer = make_optimizer(config.optimizer, config.steps)
         self._shapes, self._parts = state_shapes(
             config.model,
-            self._optimizer,
             mesh,
-            config.seed,
+            optimizer=self._optimizer,
+            seed=config.seed,
             gradients=config.gradient_sync(),
         )
         self.step = make_train_step(
             self._parts,
             mesh,
-            self._optimizer,
-            self._plan,
+            optimizer=self._optimizer,
+            plan=self._plan,
             accumulate=config.optimizer.accumulate,
             steps_per_call=config.steps_per_call,
         )
-        self._loss = make_eval_step(self._parts, mesh, self._plan)
+        self._loss = make_eval_step(self._parts, mesh, plan=self._plan)
         self._owed_rms = jax.jit(residual_rms)
 
     def _open_checkpoints(self) -> Checkpoints | None:
@@ -243,9 +243,9 @@ class TrainingRun:
         if snapshot is None:
             self.state, _ = create_state(
                 self.config.model,
-                self._optimizer,
                 self.runs.mesh,
-                self.config.seed,
+                optimizer=self._optimizer,
+                seed=self.config.seed,
                 gradients=self.config.gradient_sync(),
             )
             self._saved, self._position, self._steps_done = None, None, 0
@@ -261,7 +261,7 @@ class TrainingRun:
         state, notes = snapshot.state, snapshot.notes
         if not notes:  # the same mesh: no residual is made only to be dropped
             return state, notes
-        fresh = fresh_residual(state.params, self._parts, self.runs.mesh)
+        fresh = fresh_residual(self._parts, self.runs.mesh, params=state.params)
         if fresh is None:
             return state, notes
         if state.gradient_residual is None:
@@ -316,7 +316,9 @@ class TrainingRun:
         result, config = self.result, self.config
         done, ranks = len(result.losses), config.mesh.tensor_ranks
         result.residual_rms = float(metrics.residual_send)
-        result.signal_db = signal_to_quantization_db(metrics, config.format, ranks)
+        result.signal_db = signal_to_quantization_db(
+            metrics, config.format, ranks=ranks
+        )
         if self._is_logged(done):
             self.log.write_step(self._figures(metrics, owed_rms, clock), done)
         if done != self.steps_done:

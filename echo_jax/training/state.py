@@ -41,10 +41,10 @@ class ModelParts(NamedTuple):
 
 def create_state(
     config: DecoderConfig,
-    optimizer: optax.GradientTransformation,
     mesh: AnyMesh,
-    seed: int,
     *,
+    optimizer: optax.GradientTransformation,
+    seed: int,
     gradients: GradientSyncConfig | None = None,
 ) -> tuple[TrainState, ModelParts]:
     """Draws parameters and optimizer state straight onto the mesh.
@@ -53,8 +53,8 @@ def create_state(
 
     Args:
       config: the decoder.
-      optimizer: from ``make_optimizer``, or any other.
       mesh: from ``make_mesh``.
+      optimizer: from ``make_optimizer``, or any other.
       seed: of the parameters.
       gradients: how gradients cross the data axis; None for exact means.
 
@@ -64,19 +64,23 @@ def create_state(
 
     Example:
         >>> mesh = make_mesh(MeshConfig(data_ranks=1, tensor_ranks=1))
-        >>> state, parts = create_state(DecoderConfig(), optax.sgd(0.1), mesh, 0)
+        >>> state, parts = create_state(
+        ...     DecoderConfig(), mesh, optimizer=optax.sgd(0.1), seed=0
+        ... )
     """
-    _, parts = state_shapes(config, optimizer, mesh, seed, gradients=gradients)
-    init = _initializer(config, optimizer, mesh, seed, parts.sync)
+    _, parts = state_shapes(
+        config, mesh, optimizer=optimizer, seed=seed, gradients=gradients
+    )
+    init = _initializer(config, mesh, optimizer=optimizer, seed=seed, sync=parts.sync)
     return jax.jit(init, out_shardings=parts.shardings)(), parts
 
 
 def state_shapes(
     config: DecoderConfig,
-    optimizer: optax.GradientTransformation,
     mesh: AnyMesh,
-    seed: int,
     *,
+    optimizer: optax.GradientTransformation,
+    seed: int,
     gradients: GradientSyncConfig | None = None,
 ) -> tuple[TrainState, ModelParts]:
     """As :func:`create_state`, with shapes in the place of arrays: costs no memory."""
@@ -85,12 +89,13 @@ def state_shapes(
     sync = None
     if gradients is not None:
         sync = GradientSync(config=gradients, specs=specs)
-    shapes = jax.eval_shape(_initializer(config, optimizer, mesh, seed, sync))
-    placed = state_shardings(shapes, specs, mesh)
+    init = _initializer(config, mesh, optimizer=optimizer, seed=seed, sync=sync)
+    shapes = jax.eval_shape(init)
+    placed = state_shardings(shapes, mesh, specs=specs)
     return shapes, ModelParts(graphdef, specs, placed, sync)
 
 
-def state_shardings(state: TrainState, specs: Specs, mesh: AnyMesh) -> TrainState:
+def state_shardings(state: TrainState, mesh: AnyMesh, *, specs: Specs) -> TrainState:
     """Where each leaf of a state lies: optimizer moments beside their parameters."""
     replicated = NamedSharding(placement(mesh), PartitionSpec())
     of_ranks = NamedSharding(placement(mesh), PartitionSpec(AXES))
@@ -106,7 +111,7 @@ def state_shardings(state: TrainState, specs: Specs, mesh: AnyMesh) -> TrainStat
     return TrainState(replicated, sharded, opt_state, replicated, owed)
 
 
-def fresh_residual(params: Params, parts: ModelParts, mesh: AnyMesh) -> Any:
+def fresh_residual(parts: ModelParts, mesh: AnyMesh, *, params: Params) -> Any:
     """What a gradient sync owes before its first step; None where nothing is."""
     if parts.sync is None:
         return None
@@ -117,7 +122,7 @@ def fresh_residual(params: Params, parts: ModelParts, mesh: AnyMesh) -> Any:
     return jax.jit(init, out_shardings=where)(params)
 
 
-def _initializer(config: DecoderConfig, optimizer, mesh: AnyMesh, seed: int, sync):
+def _initializer(config: DecoderConfig, mesh: AnyMesh, *, optimizer, seed: int, sync):
     def init() -> TrainState:
         _, params, specs = split_module(Decoder(config, rngs=nnx.Rngs(seed)))
         step, key = jnp.zeros((), jnp.int32), jax.random.key_data(jax.random.key(seed))

@@ -43,9 +43,9 @@ def exact_mean(gradients: Any, residual: Any) -> tuple[Any, Any]:
 def make_train_step(
     parts: ModelParts,
     mesh: AnyMesh,
+    *,
     optimizer: optax.GradientTransformation,
     plan: DepthPlan,
-    *,
     accumulate: int = 1,
     sync: SyncFunction | None = None,
     steps_per_call: int = 1,
@@ -83,7 +83,8 @@ def make_train_step(
       ValueError: if ``steps_per_call`` or ``accumulate`` is not at least 1.
 
     Example:
-        >>> step = make_train_step(parts, mesh, optimizer, DepthPlan.edges())
+        >>> plan = DepthPlan.edges()
+        >>> step = make_train_step(parts, mesh, optimizer=optimizer, plan=plan)
         >>> state, metrics = step(state, tokens)
     """
     if min(accumulate, steps_per_call) < 1:
@@ -106,7 +107,7 @@ def make_train_step(
 
 
 def make_eval_step(
-    parts: ModelParts, mesh: AnyMesh, plan: DepthPlan
+    parts: ModelParts, mesh: AnyMesh, *, plan: DepthPlan
 ) -> Callable[[Any, jax.Array], jax.Array]:
     """A jitted function ``(params, tokens) -> loss``.
 

@@ -149,7 +149,7 @@ def test_figures_of_a_run_that_diverged():
     metrics = StepMetrics(0.0, 0.0, 1.0, 1.0, 0.0, 1)
     for stream, owed in ((0.0, 1.0), (1.0, math.inf), (math.nan, 1.0)):
         found = metrics._replace(stream=stream, residual_send=owed)
-        decibels = signal_to_quantization_db(found, WireFormat(), 4)
+        decibels = signal_to_quantization_db(found, WireFormat(), ranks=4)
         assert decibels is None or not math.isfinite(decibels)
 
 

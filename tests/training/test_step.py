@@ -38,14 +38,14 @@ def train(variant, mesh_config, steps=STEPS):
     """Losses, the final state, and how often the step was compiled."""
     mesh = make_mesh(mesh_config)
     optimizer = make_optimizer(OptimizerConfig(learning_rate=1e-2), STEPS)
-    state, parts = create_state(MODEL, optimizer, mesh, seed=0)
+    state, parts = create_state(MODEL, mesh, optimizer=optimizer, seed=0)
     plan = TrainConfig(model=MODEL).plan(variant)
-    step = make_train_step(parts, mesh, optimizer, plan)
+    step = make_train_step(parts, mesh, optimizer=optimizer, plan=plan)
     losses = []
     for index in range(steps):
         state, metrics = step(state, jnp.asarray(batch(index)))
         losses.append(float(metrics.loss))
-    evaluate = make_eval_step(parts, mesh, plan)
+    evaluate = make_eval_step(parts, mesh, plan=plan)
     heldout = float(evaluate(state.params, jnp.asarray(batch(STEPS))))
     return losses, heldout, state, step._cache_size()
 
@@ -109,9 +109,9 @@ def run_steps(mesh_config, *, count=3, model=MODEL, variant="exact", **kwargs):
     """Losses and the final parameters; ``kwargs`` go to the step."""
     mesh = make_mesh(mesh_config)
     optimizer = make_optimizer(OptimizerConfig(learning_rate=1e-2), STEPS)
-    state, parts = create_state(model, optimizer, mesh, seed=0)
+    state, parts = create_state(model, mesh, optimizer=optimizer, seed=0)
     plan = TrainConfig(model=model).plan(variant)
-    step = make_train_step(parts, mesh, optimizer, plan, **kwargs)
+    step = make_train_step(parts, mesh, optimizer=optimizer, plan=plan, **kwargs)
     losses = []
     for index in range(count):
         state, metrics = step(state, jnp.asarray(batch(index)))
@@ -153,14 +153,16 @@ def test_simulated_ranks_compute_what_devices_do(exact_steps):
 def test_several_steps_in_a_call_are_the_same_steps(exact_steps):
     mesh = make_mesh(MeshConfig(data_ranks=2, tensor_ranks=2))
     optimizer = make_optimizer(OptimizerConfig(learning_rate=1e-2), STEPS)
-    state, parts = create_state(MODEL, optimizer, mesh, seed=0)
+    state, parts = create_state(MODEL, mesh, optimizer=optimizer, seed=0)
     plan = TrainConfig(model=MODEL).plan("exact")
-    steps = make_train_step(parts, mesh, optimizer, plan, steps_per_call=3)
+    steps = make_train_step(
+        parts, mesh, optimizer=optimizer, plan=plan, steps_per_call=3
+    )
     state, metrics = steps(state, jnp.stack([batch(i) for i in range(3)]))
     assert int(state.step) == 3
     np.testing.assert_allclose(metrics.loss, exact_steps[0], **CLOSE)
     with pytest.raises(ValueError, match="steps_per_call=0"):
-        make_train_step(parts, mesh, optimizer, plan, steps_per_call=0)
+        make_train_step(parts, mesh, optimizer=optimizer, plan=plan, steps_per_call=0)
 
 
 def test_a_sync_is_called_once_a_step_and_its_residual_is_carried(exact_steps):
@@ -175,12 +177,14 @@ def test_a_sync_is_called_once_a_step_and_its_residual_is_carried(exact_steps):
         return jax.lax.pmean(gradients, "data"), residual + 1.0
 
     optimizer = make_optimizer(OptimizerConfig(learning_rate=1e-2), STEPS)
-    state, parts = create_state(MODEL, optimizer, mesh, seed=0)
+    state, parts = create_state(MODEL, mesh, optimizer=optimizer, seed=0)
     owed = jax.device_put(jnp.arange(4.0), ranks)
     state = state._replace(gradient_residual=owed)
     parts = parts._replace(shardings=parts.shardings._replace(gradient_residual=ranks))
     plan = TrainConfig(model=MODEL).plan("exact")
-    step = make_train_step(parts, mesh, optimizer, plan, accumulate=2, sync=sync)
+    step = make_train_step(
+        parts, mesh, optimizer=optimizer, plan=plan, accumulate=2, sync=sync
+    )
     for index in range(3):
         state, metrics = step(state, jnp.asarray(batch(index)))
     assert len(seen) == 1
@@ -192,14 +196,14 @@ def test_a_step_that_is_not_finite_changes_nothing():
     config = MeshConfig(data_ranks=1, tensor_ranks=2)
     mesh = make_mesh(config)
     optimizer = make_optimizer(OptimizerConfig(), STEPS)
-    state, parts = create_state(MODEL, optimizer, mesh, seed=0)
+    state, parts = create_state(MODEL, mesh, optimizer=optimizer, seed=0)
 
     def broken(gradients, residual):
         gradients = jax.lax.pmean(gradients, "data")
         return jax.tree.map(lambda g: g * jnp.nan, gradients), residual
 
     plan = TrainConfig(model=MODEL).plan("exact")
-    step = make_train_step(parts, mesh, optimizer, plan, sync=broken)
+    step = make_train_step(parts, mesh, optimizer=optimizer, plan=plan, sync=broken)
     before = jax.tree.map(np.asarray, (state.params, state.opt_state))
     state, metrics = step(state, jnp.asarray(batch(0)))
     assert int(metrics.skipped) == 1
@@ -213,9 +217,9 @@ def test_c14_no_collective_of_a_step_runs_twice(remat):
     model = dataclasses.replace(MODEL, num_layers=1, remat=remat)
     mesh = make_mesh(MeshConfig(data_ranks=1, tensor_ranks=2))
     optimizer = make_optimizer(OptimizerConfig(), STEPS)
-    state, parts = create_state(model, optimizer, mesh, seed=0)
+    state, parts = create_state(model, mesh, optimizer=optimizer, seed=0)
     plan = TrainConfig(model=model).plan("echo")
-    step = make_train_step(parts, mesh, optimizer, plan)
+    step = make_train_step(parts, mesh, optimizer=optimizer, plan=plan)
     compiled = step.lower(state, jnp.asarray(batch(0))).compile()
     # Embedding, two sums of the layer, their two mirrors, the readout's.
     found = hlo.counts(compiled)
