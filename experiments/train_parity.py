@@ -160,7 +160,7 @@ def train(settings: Settings, name: str, deadline: float) -> bool:
     vocab_size = Manifest.load(settings.data).vocab_size
     runs = prepare(settings.config(name, vocab_size))
     writer = RecordWriter(folder / "metrics.jsonl")
-    run = TrainingRun(runs, RUNS[name][0], writer, resume=True)
+    run = TrainingRun(runs, RUNS[name][0], writer=writer, resume=True)
     print(f"{name}: from step {run.steps_done} to {target}", flush=True)
     for milestone in settings.milestones(name):
         if milestone in measured:
@@ -270,7 +270,7 @@ def tiny(settings: Settings, folder: pathlib.Path) -> Settings:
     text = text_data.read_text(None)[: 300 << 10].tobytes().decode(errors="ignore")
     (folder / "text.txt").write_text(text)
     prepared = PrepareConfig(vocab_size=320, heldout_every=4)
-    write_corpus(folder / "text.txt", folder / "data", prepared)
+    write_corpus(folder / "text.txt", folder / "data", config=prepared)
     return dataclasses.replace(
         settings,
         data=folder / "data",

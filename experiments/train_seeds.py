@@ -60,7 +60,7 @@ def finished(settings: Settings) -> dict[str, dict[int, float]]:
 def run(settings: Settings, seed: int, writer: RecordWriter) -> None:
     """Every variant of one seed; leaves the program if the user stops it."""
     config = dataclasses.replace(settings.config, seed=seed)
-    results, stopped = compare(prepare(config), writer, lambda *_: None)
+    results, stopped = compare(prepare(config), writer, progress=lambda *_: None)
     for result in results:
         gap = gap_percent(result, results[0])
         if gap is not None:

@@ -43,7 +43,7 @@ CONFIG = TrainConfig(
     steps=60,
 )
 metrics = pathlib.Path(tempfile.mkdtemp()) / "metrics.jsonl"
-results, _ = compare(prepare(CONFIG), RecordWriter(metrics), lambda *_: None)
+results, _ = compare(prepare(CONFIG), RecordWriter(metrics), progress=lambda *_: None)
 
 # %%
 plt.figure(figsize=(6, 3.2))

@@ -135,7 +135,7 @@ def prepare_text(command: PrepareText) -> Callable[[], int]:
             bar.update(tasks[stage], completed=done, total=total)
 
         manifest = write_corpus(
-            command.text, command.out, command.config, progress=advance
+            command.text, command.out, config=command.config, progress=advance
         )
     counts = [
         f"{sum(s.tokens for s in shards):,}"
@@ -209,7 +209,11 @@ def _train(runs: Comparison, folder: pathlib.Path, resume: bool) -> int:
     metrics, curves = folder / _METRICS, folder / "curves.png"
     with _progress(config, console) as advance, _shown(console):
         results, stopped = compare(
-            runs, RecordWriter(metrics), advance, resume=resume, notify=console.print
+            runs,
+            RecordWriter(metrics),
+            progress=advance,
+            resume=resume,
+            notify=console.print,
         )
     console.print(summary_table(results, config.model.dtype, unit=unit))
     if is_first:

@@ -113,7 +113,7 @@ class Corpus:
                     "text."
                 )
 
-    def batches(self, sizes: DataConfig, seed: int, rows: slice) -> Iterator[Batch]:
+    def batches(self, sizes: DataConfig, *, seed: int, rows: slice) -> Iterator[Batch]:
         """Batches for ever: every sequence once in each epoch, in an order of its own.
 
         A function of the seed alone, whatever the mesh or the number of processes. The
@@ -137,7 +137,7 @@ class Corpus:
         ahead = grain.ReadOptions(num_threads=2, prefetch_buffer_size=8)
         return iter(batches.map(read).to_iter_dataset(ahead))
 
-    def heldout_batch(self, sizes: DataConfig, index: int, rows: slice) -> Batch:
+    def heldout_batch(self, sizes: DataConfig, *, index: int, rows: slice) -> Batch:
         """One of ``sizes.heldout_batches``, spread evenly over what is held out."""
         starts = _starts(self._heldout, sizes.length)
         total = sizes.heldout_batches * sizes.batch_size

@@ -130,7 +130,7 @@ class ByteText:
         text = self.training.tobytes() + self.heldout.tobytes()
         return hashlib.sha256(text).hexdigest()
 
-    def batches(self, sizes: DataConfig, seed: int, rows: slice) -> "ByteBatches":
+    def batches(self, sizes: DataConfig, *, seed: int, rows: slice) -> "ByteBatches":
         """Batches for ever, each a function of the seed and its number alone.
 
         Args:
@@ -140,7 +140,7 @@ class ByteText:
         """
         return ByteBatches(self.training, sizes, seed, rows)
 
-    def heldout_batch(self, sizes: DataConfig, index: int, rows: slice) -> Batch:
+    def heldout_batch(self, sizes: DataConfig, *, index: int, rows: slice) -> Batch:
         """One of ``sizes.heldout_batches``, spread evenly over what is held out."""
         return heldout_batch(self.heldout, sizes=sizes, index=index)[rows]
 

@@ -28,8 +28,8 @@ def prepare(config: TrainConfig) -> Comparison:
 def compare(
     runs: Comparison,
     writer: RecordWriter,
-    progress: Progress,
     *,
+    progress: Progress,
     resume: bool = False,
     notify: Callable[[str], None] = lambda text: None,
 ) -> tuple[list[RunResult], bool]:
@@ -52,7 +52,7 @@ def compare(
     with Interrupt() as interrupt:
         stop = _agreed(lambda: interrupt.requested)
         for variant in runs.config.variants:
-            with TrainingRun(runs, variant, writer, resume=resume) as run:
+            with TrainingRun(runs, variant, writer=writer, resume=resume) as run:
                 results.append(run.result)
                 if run.steps_done:
                     notify(f"{variant}: goes on after step {run.steps_done}.")

@@ -60,8 +60,8 @@ class PrepareConfig:
 def write_corpus(
     path: pathlib.Path,
     out: pathlib.Path,
-    config: PrepareConfig = PrepareConfig(),
     *,
+    config: PrepareConfig = PrepareConfig(),
     progress: Progress = lambda *_: None,
 ) -> Manifest:
     """Trains or loads a tokenizer and writes the text as token shards.

@@ -89,8 +89,8 @@ class TrainingRun:
         self,
         runs: Comparison,
         variant: Variant,
-        writer: RecordWriter,
         *,
+        writer: RecordWriter,
         resume: bool = False,
     ):
         """See the class."""
@@ -104,7 +104,9 @@ class TrainingRun:
         sizes = self.config.data
         self._feeder = Feeder(runs.mesh, sizes.batch_size)
         rows = self._feeder.rows
-        self._batches: Any = runs.source.batches(sizes, self.config.seed, rows)
+        self._batches: Any = runs.source.batches(
+            sizes, seed=self.config.seed, rows=rows
+        )
         self._checkpoints = self._open_checkpoints()
         self.log = RunLog(self.config, variant, writer)
         try:
@@ -366,7 +368,7 @@ class TrainingRun:
         sizes, source, rows = self.config.data, self.runs.source, self._feeder.rows
         losses = []
         for index in range(sizes.heldout_batches):
-            batch = source.heldout_batch(sizes, index, rows)
+            batch = source.heldout_batch(sizes, index=index, rows=rows)
             placed = self._feeder.place(batch)
             losses.append(float(self._loss(self.state.params, placed)))
         return losses

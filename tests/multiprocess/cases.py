@@ -146,7 +146,9 @@ def _training(ranks: int) -> Results:
             steps=4,
         )
     )
-    results, _ = compare(runs, RecordWriter(pathlib.Path("/dev/null")), _ignore)
+    results, _ = compare(
+        runs, RecordWriter(pathlib.Path("/dev/null")), progress=_ignore
+    )
     return {
         f"training {result.variant}": np.array([*result.losses, *result.heldout])
         for result in results

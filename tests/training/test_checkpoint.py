@@ -50,7 +50,7 @@ def nothing(*_):
 
 def start(folder, config=TINY, **kwargs):
     writer = RecordWriter(folder / "metrics.jsonl")
-    return TrainingRun(prepare(config), "echo", writer, **kwargs)
+    return TrainingRun(prepare(config), "echo", writer=writer, **kwargs)
 
 
 def train(folder, steps=TINY.steps, config=TINY, **kwargs):
@@ -345,7 +345,7 @@ def test_an_error_in_training_leaves_nothing_open(tmp_path, monkeypatch):
     config = dataclasses.replace(TINY, variants=("exact",))
     writer = RecordWriter(tmp_path / "metrics.jsonl")
     with pytest.raises(ZeroDivisionError):
-        compare(prepare(config), writer, fails)
+        compare(prepare(config), writer, progress=fails)
     assert len(closed) == 1
     assert (tmp_path / "checkpoints" / "exact" / "2").is_dir()
     # Other text: refused while the run is made.
@@ -355,7 +355,7 @@ def test_an_error_in_training_leaves_nothing_open(tmp_path, monkeypatch):
         config, data=dataclasses.replace(config.data, path=other)
     )
     with pytest.raises(ValueError, match="text is another one"):
-        compare(prepare(config), writer, nothing, resume=True)
+        compare(prepare(config), writer, progress=nothing, resume=True)
     assert len(closed) == 2
 
 

@@ -43,7 +43,7 @@ def text_of(size: int, seed: int = 0) -> str:
 def folder(tmp_path_factory):
     root = tmp_path_factory.mktemp("text")
     (root / "book.txt").write_text(text_of(5 * PIECE_LENGTH))
-    write_corpus(root / "book.txt", root / "corpus", SMALL)
+    write_corpus(root / "book.txt", root / "corpus", config=SMALL)
     return root / "corpus"
 
 
@@ -90,7 +90,7 @@ def test_shards_are_cut_at_their_limit(tmp_path, folder):
     config = dataclasses.replace(SMALL, shard_tokens=10_000)
     tokenizer = folder / "tokenizer.json"
     config = dataclasses.replace(config, tokenizer=tokenizer)
-    write_corpus(folder.parent / "book.txt", tmp_path / "cut", config)
+    write_corpus(folder.parent / "book.txt", tmp_path / "cut", config=config)
     sizes = [s.tokens for s in Corpus(tmp_path / "cut").manifest.training]
     assert len(sizes) > 3
     assert set(sizes[:-1]) == {10_000}
@@ -99,7 +99,7 @@ def test_shards_are_cut_at_their_limit(tmp_path, folder):
     )
     # Sequences do not cross from one shard to the next, and none is lost but a rest.
     cut = Corpus(tmp_path / "cut")
-    batches = cut.batches(SIZES, 0, ALL)
+    batches = cut.batches(SIZES, seed=0, rows=ALL)
     first = [next(batches) for _ in range(3)]
     shards = [
         np.fromfile(tmp_path / "cut" / s.file, "<u2") for s in cut.manifest.training
@@ -117,7 +117,7 @@ def test_an_epoch_holds_every_sequence_once(corpus):
     shard = tokens_of(corpus.folder, "training")
     count = (shard.size - 1) // SIZES.length
     whole = count // 4  # batches of an epoch; what is left over starts the next
-    batches = corpus.batches(SIZES, 0, ALL)
+    batches = corpus.batches(SIZES, seed=0, rows=ALL)
     seen = np.concatenate([next(batches) for _ in range(whole)])
     starts = [shard[i * 32 : i * 32 + 33] for i in range(count)]
     wanted = collections.Counter(row.tobytes() for row in np.array(starts, np.int32))
@@ -129,27 +129,29 @@ def test_an_epoch_holds_every_sequence_once(corpus):
 
 
 def test_batches_follow_from_the_seed_and_can_go_on(corpus):
-    one, other = (corpus.batches(SIZES, seed, ALL) for seed in (0, 1))
-    again = corpus.batches(SIZES, 0, ALL)
+    one, other = (corpus.batches(SIZES, seed=seed, rows=ALL) for seed in (0, 1))
+    again = corpus.batches(SIZES, seed=0, rows=ALL)
     first = [next(one) for _ in range(5)]
     assert not np.array_equal(first[0], next(other))
     np.testing.assert_array_equal(first, [next(again) for _ in range(5)])
     place = json.loads(json.dumps(one.get_state()))
     rest = [next(one) for _ in range(5)]
-    resumed = corpus.batches(SIZES, 0, ALL)
+    resumed = corpus.batches(SIZES, seed=0, rows=ALL)
     resumed.set_state(place)
     np.testing.assert_array_equal(rest, [next(resumed) for _ in range(5)])
 
 
 def test_processes_read_the_parts_of_one_batch(corpus):
-    whole = corpus.batches(SIZES, 0, ALL)
-    parts = [corpus.batches(SIZES, 0, slice(at, at + 2)) for at in (0, 2)]
+    whole = corpus.batches(SIZES, seed=0, rows=ALL)
+    parts = [corpus.batches(SIZES, seed=0, rows=slice(at, at + 2)) for at in (0, 2)]
     for _ in range(3):
         rows = np.concatenate([next(part) for part in parts])
         np.testing.assert_array_equal(next(whole), rows)
-    held = [corpus.heldout_batch(SIZES, 1, slice(at, at + 2)) for at in (0, 2)]
+    held = [
+        corpus.heldout_batch(SIZES, index=1, rows=slice(at, at + 2)) for at in (0, 2)
+    ]
     np.testing.assert_array_equal(
-        corpus.heldout_batch(SIZES, 1, ALL), np.concatenate(held)
+        corpus.heldout_batch(SIZES, index=1, rows=ALL), np.concatenate(held)
     )
 
 
@@ -162,7 +164,7 @@ def test_folders_and_packed_files_are_read_in_order(tmp_path):
     (tmp_path / "in" / "deep" / "c.md").write_text(texts[2])
     (tmp_path / "in" / "ignored.bin").write_bytes(b"\xff")
     assert "".join(p.text for p in read_pieces(tmp_path / "in", None)) == "".join(texts)
-    write_corpus(tmp_path / "in", tmp_path / "out", SMALL)
+    write_corpus(tmp_path / "in", tmp_path / "out", config=SMALL)
     end = [p.is_last for p in read_pieces(tmp_path / "in", None)]
     assert sum(end) == 3
 
@@ -185,7 +187,7 @@ def test_documents_of_a_file_are_told_apart(tmp_path, monkeypatch, separator):
 
 
 def test_the_same_text_makes_the_same_files(tmp_path, folder):
-    write_corpus(folder.parent / "book.txt", tmp_path / "again", SMALL)
+    write_corpus(folder.parent / "book.txt", tmp_path / "again", config=SMALL)
     assert Corpus(tmp_path / "again").checksum == Corpus(folder).checksum
 
 
@@ -196,7 +198,10 @@ def test_an_interrupt_leaves_nothing(tmp_path, folder):
 
     with pytest.raises(KeyboardInterrupt):
         write_corpus(
-            folder.parent / "book.txt", tmp_path / "out", SMALL, progress=interrupt
+            folder.parent / "book.txt",
+            tmp_path / "out",
+            config=SMALL,
+            progress=interrupt,
         )
     assert list(tmp_path.iterdir()) == []
 
@@ -204,16 +209,16 @@ def test_an_interrupt_leaves_nothing(tmp_path, folder):
 def test_what_a_killed_run_left_is_no_corpus_and_is_replaced(tmp_path, folder):
     (tmp_path / ".out.partial").mkdir()
     (tmp_path / ".out.partial" / "training-00000.bin").write_bytes(b"half")
-    write_corpus(folder.parent / "book.txt", tmp_path / "out", SMALL)
+    write_corpus(folder.parent / "book.txt", tmp_path / "out", config=SMALL)
     assert Corpus(tmp_path / "out").checksum == Corpus(folder).checksum
     with pytest.raises(ValueError, match="exists"):
-        write_corpus(folder.parent / "book.txt", tmp_path / "out", SMALL)
+        write_corpus(folder.parent / "book.txt", tmp_path / "out", config=SMALL)
 
 
 def test_special_tokens_in_the_text_are_text(tmp_path):
     text = text_of(2 * PIECE_LENGTH).replace("house", END_OF_TEXT)
     (tmp_path / "a.txt").write_text(text)
-    write_corpus(tmp_path / "a.txt", tmp_path / "out", SMALL)
+    write_corpus(tmp_path / "a.txt", tmp_path / "out", config=SMALL)
     tokenizer = Tokenizer.from_file(str(tmp_path / "out" / "tokenizer.json"))
     end = tokenizer.token_to_id(END_OF_TEXT)
     both = [tokens_of(tmp_path / "out", part) for part in ("training", "heldout")]
@@ -231,7 +236,7 @@ def test_special_tokens_in_the_text_are_text(tmp_path):
 def test_bad_text_is_one_clear_error(tmp_path, content, words):
     (tmp_path / "bad.txt").write_bytes(content)
     with pytest.raises(ValueError, match=words):
-        write_corpus(tmp_path / "bad.txt", tmp_path / "out", SMALL)
+        write_corpus(tmp_path / "bad.txt", tmp_path / "out", config=SMALL)
     assert not (tmp_path / "out").exists()
 
 
@@ -246,7 +251,7 @@ def test_bad_files_are_one_clear_error(tmp_path, folder):
         write_corpus(tmp_path / "bad.xz", tmp_path / "out")
     wrong = PrepareConfig(tokenizer=folder / "manifest.json")
     with pytest.raises(ValueError, match=r"is no tokenizer.json"):
-        write_corpus(folder.parent / "book.txt", tmp_path / "out", wrong)
+        write_corpus(folder.parent / "book.txt", tmp_path / "out", config=wrong)
 
 
 def damaged(folder, tmp_path, name, change) -> pathlib.Path:

@@ -45,7 +45,7 @@ def test_every_figure_is_in_the_file(tmp_path):
     results, stopped = compare(
         prepare(config),
         RecordWriter(path),
-        lambda variant, step, loss: done.append((variant, step)),
+        progress=lambda variant, step, loss: done.append((variant, step)),
     )
     assert not stopped
     assert done == [(v, s) for v in config.variants for s in range(1, 5)]
@@ -93,7 +93,7 @@ def test_ctrl_c_stops_at_the_end_of_a_step_and_keeps_what_was_measured(tmp_path)
             os.kill(os.getpid(), signal.SIGINT)
 
     handler = signal.getsignal(signal.SIGINT)
-    results, stopped = compare(prepare(TINY), RecordWriter(path), interrupt)
+    results, stopped = compare(prepare(TINY), RecordWriter(path), progress=interrupt)
     assert stopped
     assert signal.getsignal(signal.SIGINT) is handler
     # The step that was running when the losses of the second came is the last one.
@@ -129,7 +129,9 @@ def test_held_out_losses_on_the_way_and_tensorboard(tmp_path):
         TINY, variants=("exact",), evaluate_every=2, tensorboard=True
     )
     path = tmp_path / "metrics.jsonl"
-    ((result,), _) = compare(prepare(config), RecordWriter(path), lambda *_: None)
+    ((result,), _) = compare(
+        prepare(config), RecordWriter(path), progress=lambda *_: None
+    )
     heldout = read_curves(path, "heldout_loss")["exact"]
     assert heldout.keys() == {2, 4}
     assert heldout[4] == pytest.approx(result.heldout_loss)
@@ -157,7 +159,7 @@ def test_every_skipped_step_is_counted(tmp_path):
     """Between two records too: a loss may be finite where a gradient is not."""
     config = dataclasses.replace(TINY, variants=("exact",))
     path = tmp_path / "metrics.jsonl"
-    run = TrainingRun(prepare(config), "exact", RecordWriter(path))
+    run = TrainingRun(prepare(config), "exact", writer=RecordWriter(path))
     step, seen = run.step, []
 
     def skipping(state, tokens):
@@ -174,7 +176,9 @@ def test_every_skipped_step_is_counted(tmp_path):
 def test_the_device_has_the_next_step_before_the_host_waits(tmp_path):
     """But where the state itself is to be evaluated: the next step would take it."""
     config = dataclasses.replace(TINY, variants=("exact",), steps=6, evaluate_every=3)
-    run = TrainingRun(prepare(config), "exact", RecordWriter(tmp_path / "m.jsonl"))
+    run = TrainingRun(
+        prepare(config), "exact", writer=RecordWriter(tmp_path / "m.jsonl")
+    )
     step, order, metrics = run.step, [], []
 
     def seen(state, tokens):
