@@ -141,11 +141,11 @@ class TrainingRun:
         if self.steps_done:
             progress(self.result.variant, self.steps_done, self.result.losses[-1])
         while not self.is_complete and not stop():
-            # The device has the next call before the host waits for the one before.
+            # The device gets the next call before the host waits for the one before.
             before, running = running, self._call(clock)
             if before is not None:
                 self._measure(before, clock, progress)
-            if self._state_is_due:  # the next call would take it
+            if self._nothing_may_run:
                 self._measure(running, clock, progress)
                 running = None
         if running is not None:
@@ -302,8 +302,16 @@ class TrainingRun:
         return done % self.config.log_every == 0 or done >= self.config.steps
 
     @property
-    def _state_is_due(self) -> bool:
-        """Whether the state as it is now is to be saved or evaluated."""
+    def _nothing_may_run(self) -> bool:
+        """Whether the call that runs must end before anything else is asked for.
+
+        Where the state as it is now is to be saved or evaluated, since the next call
+        takes it. And with several processes, which agree on stopping before each call:
+        two programs that do not depend on each other and both talk to the other
+        processes might do so in a different order in each of them.
+        """
+        if jax.process_count() > 1:
+            return True
         every = (self.config.checkpoint.every, self.config.evaluate_every)
         return any(n and self.steps_done % n == 0 for n in every)
 
