@@ -1,6 +1,7 @@
 """``echo-jax advise``: whether few bits pay here, and with which settings."""
 
 import dataclasses
+import math
 import pathlib
 from collections.abc import Callable, Iterator
 from typing import Literal
@@ -22,7 +23,7 @@ from echo_jax.cost_model import (
     decoder_messages,
     project,
 )
-from echo_jax.cost_model.advice import MARGIN
+from echo_jax.cost_model.advice import MARGIN, times_as_fast
 from echo_jax.cost_model.calibration import LARGE_SIZES, SIZES
 from echo_jax.devices import Cluster, Device, tensor_mesh
 from echo_jax.models.checkpoint import read_config
@@ -94,15 +95,16 @@ class Advise:
             raise ValueError(
                 f"length={self.length} and batch={self.batch} must be at least 1."
             )
-        if self.margin < 0:
-            raise ValueError(f"margin={self.margin} must be at least 0.")
+        if not 0 <= self.margin < math.inf:
+            raise ValueError(f"margin={self.margin} must be at least 0, and finite.")
 
     def _check_gains(self):
         given = (self.compute_ms, self.step_compute_ms)
-        if any(time is not None and time < 0 for time in given):
+        if any(time is not None and not 0 <= time < math.inf for time in given):
             raise ValueError(
                 f"compute_ms={self.compute_ms} and "
-                f"step_compute_ms={self.step_compute_ms} must be at least 0."
+                f"step_compute_ms={self.step_compute_ms} must be at least 0, and "
+                "finite."
             )
         if self.share is not None and given != (None, None):
             raise ValueError("give the share of sums or times of computing, not both.")
@@ -152,7 +154,7 @@ def prepare_advice(command: Advise) -> Callable[[], int]:
     if command.machine != "here":
         nodes = project(
             command.machine,
-            command.ranks or command.ranks_per_node,
+            command.ranks_per_node if command.ranks is None else command.ranks,
             ranks_per_node=command.ranks_per_node,
             ethernet_gbit=command.ethernet_gbit,
             dtype=dtype or "bfloat16",
@@ -239,7 +241,7 @@ def _table(command: Advise, advice: Advice, ranks: int) -> Table:
             f"{1e3 * exact:.3g}",
             f"{1e3 * echo:.3g}",
             "echo" if takes else "exact",
-            f"{exact / echo:.2f}x" if takes else "-",
+            f"{times_as_fast(exact, echo):.2f}x" if takes else "-",
         )
     return table
 

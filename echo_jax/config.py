@@ -53,8 +53,9 @@ class EchoConfig:
             raise ValueError(f"format={self.format!r} must be a WireFormat.")
         if not isinstance(self.feedback, bool):
             raise ValueError(f"feedback={self.feedback!r} must be a bool.")
-        if self.min_bytes != "auto" and (
-            type(self.min_bytes) is not int or self.min_bytes < 0
+        is_number = type(self.min_bytes) is int and self.min_bytes >= 0
+        if not is_number and not (
+            isinstance(self.min_bytes, str) and self.min_bytes == "auto"
         ):
             raise ValueError(
                 f"min_bytes={self.min_bytes!r} must be an int of at least 0 (bytes), "

@@ -48,10 +48,29 @@ class DepthPlan:
     mirror: "DepthPlan | None" = None
 
     def __post_init__(self):
+        for name in ("head", "tail"):
+            configs = getattr(self, name)
+            if not isinstance(configs, list | tuple):
+                raise TypeError(
+                    f"{name} of a DepthPlan must be a tuple of EchoConfig, got "
+                    f"{type(configs).__name__}."
+                )
+            object.__setattr__(self, name, tuple(configs))  # a plan can be hashed
         if not isinstance(self.body, EchoConfig):
             raise TypeError(
                 "A DepthPlan is made of EchoConfig, got "
                 f"{type(self.body).__name__}: write EchoConfig(format=...)."
+            )
+        for config in (*self.head, *self.tail):
+            if not isinstance(config, EchoConfig):
+                raise TypeError(
+                    "head and tail of a DepthPlan hold EchoConfigs, got "
+                    f"{type(config).__name__}."
+                )
+        if not isinstance(self.mirror, DepthPlan | None):
+            raise TypeError(
+                "the backward plan of a DepthPlan must be a DepthPlan, got "
+                f"{type(self.mirror).__name__}: write DepthPlan.uniform(config)."
             )
         for config in self._configs():
             same = (
@@ -231,6 +250,8 @@ class DepthPlan:
         """
         try:
             content = json.loads(pathlib.Path(path).read_text())
+            if not isinstance(content["calls"], list):
+                raise TypeError("its calls are no list")
             calls = tuple(_config_from_dict(entry) for entry in content["calls"])
             body = _config_from_dict(content["body"])
             found = {name: content[name] for name in ("model", "axis_size")}
@@ -246,9 +267,9 @@ class DepthPlan:
                 "DepthPlan.save wrote."
             ) from error
         except (TypeError, KeyError, ValueError) as error:
-            reason = f"it lacks {error}" if isinstance(error, KeyError) else error
+            reason = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
             raise ValueError(
-                f"{path} is not a plan that DepthPlan.save wrote: {reason}."
+                f"{path} is not a plan that DepthPlan.save wrote: {reason.rstrip('.')}."
             ) from error
         for name, wanted in (("model", model), ("axis_size", axis_size)):
             if wanted not in (None, found[name]):
@@ -262,10 +283,10 @@ class DepthPlan:
     def average_bits(self) -> float:
         """What a value costs on average over the layers' calls, scales included.
 
-        An exact call counts 16 bits, those of bfloat16.
+        An exact call counts 16 bits, those of bfloat16; a plan of no calls costs 0.
         """
         costs = [config.bits_per_value for config in self]
-        return sum(costs) / len(costs)
+        return sum(costs) / len(costs) if costs else 0.0
 
     def bind(self, num_calls: int) -> "DepthPlan":
         """The plan for a model with this many all-reduces in each direction.
@@ -291,8 +312,10 @@ class DepthPlan:
         Raises:
           ValueError: if the two could not share a residual, or differ in ``num_calls``.
         """
-        calls = plan.num_calls if self.num_calls is None else self.num_calls
         joined = dataclasses.replace(self, mirror=plan)
+        if joined.mirror is None:
+            return joined
+        calls = plan.num_calls if self.num_calls is None else self.num_calls
         return joined if calls is None else joined.bind(calls)
 
     @property

@@ -27,7 +27,8 @@ class Record:
     # The figure; the median where there are several. null in the file if not finite.
     value: float
     unit: str  # of the value
-    config: dict[str, Any]  # everything that was chosen
+    # Everything that was chosen; "inf" and "nan" in the file where not finite.
+    config: dict[str, Any]
     seed: int | None = None  # of the run
     # How far repetitions lie apart, in the same unit; null if not finite.
     spread: float | None = None
@@ -60,6 +61,7 @@ class RecordWriter:
             number = getattr(record, name)
             if number is not None and not math.isfinite(number):
                 entries[name] = None  # JSON has neither NaN nor infinity
+        entries["config"] = _spelled(entries["config"])
         line = json.dumps(entries, default=str, allow_nan=False) + "\n"
         with self.path.open("ab+") as file:
             if _ends_in_a_cut_line(file):
@@ -77,17 +79,34 @@ def read_records(path: pathlib.Path) -> list[dict[str, Any]]:
       OSError: if the file cannot be read.
     """
     records = []
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
+    # Bytes that are no text, as a crash can leave them, are in lines that are no JSON.
+    text = path.read_bytes().decode(errors="replace")
+    for number, line in enumerate(text.splitlines(), start=1):
         if not line:
             continue
         try:
-            records.append(json.loads(line))
+            record = json.loads(line)
         except ValueError:
+            record = None
+        if isinstance(record, dict):
+            records.append(record)
+        else:
             warnings.warn(
                 f"{path}, line {number} is not a whole record and was left out.",
                 stacklevel=2,
             )
     return records
+
+
+def _spelled(config: Any) -> Any:
+    """What was chosen, with words for the numbers that JSON has not."""
+    if isinstance(config, dict):
+        return {key: _spelled(value) for key, value in config.items()}
+    if isinstance(config, list | tuple):
+        return [_spelled(value) for value in config]
+    if isinstance(config, float) and not math.isfinite(config):
+        return str(config)
+    return config
 
 
 def _ends_in_a_cut_line(file: BinaryIO) -> bool:

@@ -2,6 +2,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from echo_jax import EchoConfig, WireFormat, explain, platform
@@ -51,6 +52,7 @@ def test_residual_dtype_may_be_given_as_any_dtype(dtype):
         ("min_bytes", None, "int"),
         ("min_bytes", True, "int"),
         ("min_bytes", "small", "auto"),
+        ("min_bytes", np.array([1, 2]), "int"),
         ("residual_dtype", "int16", "float32"),
         ("residual_dtype", "float16", "bfloat16"),
         ("residual_dtype", None, "bfloat16"),

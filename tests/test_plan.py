@@ -1,3 +1,4 @@
+import json
 import math
 
 import jax.numpy as jnp
@@ -142,3 +143,30 @@ def test_a_residual_is_needed_only_where_a_call_can_owe():
     }
     for plan, needed in needs.items():
         assert plan.residual_config(shape, dtype).feedback is needed
+
+
+@pytest.mark.parametrize("other", [None, EchoConfig(), 3])
+@pytest.mark.usefixtures("as_shipped")
+def test_what_is_no_plan_is_refused_by_name(other):
+    if other is not None:
+        with pytest.raises(TypeError, match="backward plan of a DepthPlan"):
+            DepthPlan.uniform().with_backward(other)
+    with pytest.raises(TypeError, match="head of a DepthPlan must be a tuple"):
+        DepthPlan(body=EchoConfig(), head=other)
+    with pytest.raises(TypeError, match="head and tail of a DepthPlan hold"):
+        DepthPlan(body=EchoConfig(), head=(other,) if other is None else (3,))
+
+
+@pytest.mark.usefixtures("as_shipped")
+def test_a_plan_of_lists_can_be_hashed_and_one_of_no_calls_costs_nothing():
+    listed = DepthPlan(body=EchoConfig(), head=[EchoConfig()])
+    assert hash(listed) == hash(DepthPlan(body=EchoConfig(), head=(EchoConfig(),)))
+    assert DepthPlan.uniform(num_calls=0).average_bits == 0
+
+
+def test_a_file_whose_calls_are_no_list_is_refused(tmp_path):
+    path = tmp_path / "plan.json"
+    DepthPlan.uniform(num_calls=2).save(path, model="m", axis_size=2)
+    path.write_text(json.dumps({**json.loads(path.read_text()), "calls": {}}))
+    with pytest.raises(ValueError, match=r"plan\.json is not a plan .* no list\.$"):
+        DepthPlan.load(path)

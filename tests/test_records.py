@@ -35,3 +35,21 @@ def test_a_line_that_was_cut_costs_itself_alone(tmp_path):
         values = [found["value"] for found in read_records(path)]
     assert values == [1.0, 3.0]
     assert json.loads(path.read_text().splitlines()[-1])["value"] == 3.0
+
+
+def test_a_config_that_is_not_finite_is_spelled_out(tmp_path):
+    """No clipping is a norm without end: one must be able to choose it."""
+    path = tmp_path / "a.jsonl"
+    config = {"optimizer": {"clip": math.inf}, "tried": [math.nan, 1.0]}
+    RecordWriter(path).write(record(config=config))
+    (found,) = read_records(path)
+    assert found["config"] == {"optimizer": {"clip": "inf"}, "tried": ["nan", 1.0]}
+
+
+@pytest.mark.parametrize("line", [b"\xff\x00\xfe", b"12", b"null"])
+def test_a_line_that_is_no_record_costs_itself_alone(tmp_path, line):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(line + b"\n")
+    RecordWriter(path).write(record(value=3.0))
+    with pytest.warns(UserWarning, match="line 1 is not a whole record"):
+        assert [found["value"] for found in read_records(path)] == [3.0]

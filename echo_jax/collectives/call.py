@@ -72,7 +72,13 @@ def check_add_to(add_to: FloatLike, x: AnyFloat, axis_name: AxisName) -> AnyFloa
     Raises:
       ValueError: if its shape or dtype is not that of ``x``, or if it varies along the
         axis of the sum.
+      TypeError: if it is not one array.
     """
+    if isinstance(add_to, dict | list | tuple | str | Residual):
+        raise TypeError(
+            f"echo_psum: add_to must be one array, got {type(add_to).__name__}. "
+            "echo_psum returns (y, residual): hand on y alone."
+        )
     add_to = jnp.asarray(add_to)
     if (add_to.shape, add_to.dtype) != (x.shape, x.dtype):
         raise ValueError(

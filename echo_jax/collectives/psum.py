@@ -17,7 +17,7 @@ def echo_psum(
     residual: Residual | None,
     axis_name: AxisName,
     *,
-    add_to: AnyFloat | None = None,
+    add_to: FloatLike | None = None,
     config: EchoConfig = EchoConfig(),
 ) -> tuple[AnyFloat, Residual | None]:
     r"""Sum over an axis in few bits, with error feedback from call to call.

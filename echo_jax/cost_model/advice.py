@@ -1,6 +1,7 @@
 """Whether quantized sums pay for given messages, and with which settings."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Literal
 
@@ -86,14 +87,15 @@ class Advice:
           compute_seconds: time of everything but the sums.
 
         Raises:
-          ValueError: for a negative time.
+          ValueError: for a negative time, or one without end.
         """
-        if compute_seconds < 0:
-            raise ValueError(f"compute_seconds={compute_seconds} must be at least 0.")
-        if not self.all_exact_seconds:
-            return 1.0
-        return (compute_seconds + self.all_exact_seconds) / (
-            compute_seconds + self.advised_seconds
+        if not 0 <= compute_seconds < math.inf:
+            raise ValueError(
+                f"compute_seconds={compute_seconds} must be at least 0, and finite."
+            )
+        return times_as_fast(
+            compute_seconds + self.all_exact_seconds,
+            compute_seconds + self.advised_seconds,
         )
 
     def gain_of_share(self, share: float) -> float:
@@ -109,7 +111,23 @@ class Advice:
             raise ValueError(f"share={share} must lie in 0 to 1.")
         if not self.all_exact_seconds:
             return 1.0
-        return 1 / (1 - share + share * self.advised_seconds / self.all_exact_seconds)
+        left = share * self.advised_seconds / self.all_exact_seconds
+        return times_as_fast(1.0, 1 - share + left)
+
+
+def times_as_fast(before: float, after: float) -> float:
+    """How many times shorter a time became; without end where nothing is left.
+
+    A burst can let all messages pass at once, and sums that a codec which is counted as
+    free has made so small take no time at all.
+
+    Args:
+      before: seconds, or any other unit.
+      after: in the same unit.
+    """
+    if after > 0:
+        return before / after
+    return math.inf if before > 0 else 1.0
 
 
 def advise(
@@ -132,7 +150,7 @@ def advise(
       for it as ``min_bytes``, and the predicted times.
 
     Raises:
-      ValueError: without messages or pieces, or for a negative margin.
+      ValueError: without messages or pieces, or for a margin that is negative or not finite.
 
     Example:
         >>> advice = advise(model, [Message(message_bytes=1 << 24, calls=64)])
@@ -142,8 +160,8 @@ def advise(
         raise ValueError("messages must not be empty: give at least one Message.")
     if min(chunks, default=0) < 1:
         raise ValueError(f"chunks={chunks!r} must hold numbers of at least 1.")
-    if margin < 0:
-        raise ValueError(f"margin={margin} must be at least 0.")
+    if not 0 <= margin < math.inf:
+        raise ValueError(f"margin={margin} must be at least 0, and finite.")
     advices = [_with_pieces(times, messages, count, margin) for count in sorted(chunks)]
     return min(advices, key=lambda advice: advice.advised_seconds)
 

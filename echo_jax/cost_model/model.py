@@ -68,6 +68,8 @@ class ExactSpeed:
     def __post_init__(self):
         _check_at_least_zero(self, "byte_seconds")
         _check_share(self, "overlap")
+        if not isinstance(self.tree, bool):
+            raise ValueError(f"tree={self.tree!r} must be a bool.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -152,8 +154,8 @@ class CostModel:
     config: EchoConfig = EchoConfig()  # of the calls; its min_bytes is ignored
 
     def __post_init__(self):
-        if self.ranks < 1:
-            raise ValueError(f"ranks={self.ranks} must be at least 1.")
+        if type(self.ranks) is not int or self.ranks < 1:
+            raise ValueError(f"ranks={self.ranks!r} must be an int of at least 1.")
         check_dtype(self.dtype)
 
     def exact_seconds(self, message_bytes: int) -> float:
@@ -212,9 +214,10 @@ class CostModel:
         """
         try:
             return _from_entries(json.loads(path.read_text()))
-        except (KeyError, TypeError, json.JSONDecodeError) as error:
+        except (KeyError, TypeError, ValueError) as error:
+            reason = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
             raise ValueError(
-                f"{path} holds no cost model: {error!r}. Make one with "
+                f"{path} holds no cost model: {reason.rstrip('.')}. Make one with "
                 "echo-jax advise --save FILE."
             ) from error
 

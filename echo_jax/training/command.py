@@ -174,6 +174,8 @@ def _set_up_devices(command: Train) -> None:
 def _check_folder(folder: pathlib.Path, command: Train) -> None:
     """Refuses to write over a run, or to go on with another one."""
     saved = folder / _CONFIG
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder} is a file: choose a folder with --out.")
     if not command.resume:
         if saved.exists() or (folder / _METRICS).exists():
             raise ValueError(

@@ -1,5 +1,6 @@
 """The end of a comparison: a table and a picture of the loss curves."""
 
+import math
 import pathlib
 from collections.abc import Callable
 
@@ -95,14 +96,15 @@ def read_curves(metrics: pathlib.Path, metric: str) -> dict[str, dict[int, float
     """One metric over the steps, by variant, from a run's ``metrics.jsonl``.
 
     A step that is there twice, because a run went on from a checkpoint before it,
-    counts once.
+    counts once. A value that was not finite is NaN.
     """
     curves: dict[str, dict[int, float]] = {}
     for record in _records(metrics):
         config = record["config"]
         if record["metric"] == metric and "step" in config:
             curve = curves.setdefault(config["variant"], {})
-            curve[config["step"]] = record["value"]
+            value = record["value"]
+            curve[config["step"]] = math.nan if value is None else value
     return {name: dict(sorted(curve.items())) for name, curve in curves.items()}
 
 

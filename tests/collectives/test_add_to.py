@@ -130,3 +130,17 @@ def test_what_does_not_fit_is_refused(wrong, message):
         on_ranks(body, mode="vma", replicated=(1,))(
             draw(0, RANKS, *SHAPE), draw(1, *SHAPE)
         )
+
+
+@pytest.mark.parametrize("wrong", ["(y, residual)", "residual"])
+@pytest.mark.usefixtures("as_shipped")
+def test_what_is_no_array_is_refused_by_name(wrong):
+    """The call before returns a pair, which is easily handed on whole."""
+
+    def body(x, h):
+        pair = echo.echo_psum(x, echo.init_residual(x, "tp"), "tp", add_to=h)
+        add_to = pair if wrong == "(y, residual)" else pair[1]
+        return echo.echo_psum(x, None, "tp", add_to=add_to)[0]
+
+    with pytest.raises(TypeError, match=r"add_to must be one array, got .*hand on y"):
+        on_ranks(body, replicated=(1,))(draw(0, RANKS, *SHAPE), draw(1, *SHAPE))

@@ -6,7 +6,14 @@ import json
 import pytest
 
 from echo_jax import cli, cli_advise
-from echo_jax.cost_model import CostModel, Message, advise
+from echo_jax.cost_model import (
+    CodecSpeed,
+    CostModel,
+    ExactSpeed,
+    Link,
+    Message,
+    advise,
+)
 from tests.cost_model.models import LAN
 
 
@@ -117,6 +124,9 @@ def test_a_mesh_is_calibrated_and_saved(tmp_path, monkeypatch, capsys):
         (["--model", "missing"], "missing does not exist"),
         (["--load", "lan.json", "--dtype", "float32"], "was calibrated for float16"),
         (["--load", "lan.json", "--margin", "-1"], "margin=-1.0"),
+        (["--load", "lan.json", "--margin", "nan"], "margin=nan"),
+        (["--compute-ms", "nan"], "must be at least 0, and finite"),
+        (["--machine", "h200", "--ranks", "0"], "ranks=0 must fill nodes"),
     ],
 )
 @pytest.mark.usefixtures("calibration", "as_shipped")
@@ -128,3 +138,35 @@ def test_it_says_clearly_what_is_wrong(arguments, words, capsys, tmp_path, monke
         code = end.code
     assert code == 2
     assert words in " ".join(capsys.readouterr().err.replace("│", " ").split())
+
+
+def test_sums_that_take_no_time_gain_without_end(tmp_path, capsys):
+    """The burst lets the codes pass at once, and the codec is counted as free."""
+    link = Link(latency_seconds=0.0, bytes_per_second=1e9, burst_bytes=1 << 18)
+    codec = CodecSpeed(piece_seconds=0.0, value_seconds=0.0)
+    free = CostModel(ranks=4, link=link, exact=ExactSpeed(), codec=codec)
+    free.save(tmp_path / "free.json")
+    arguments = ("--load", tmp_path / "free.json", "--sizes", 1 << 18)
+    assert "First token: inf times" in said(capsys, *arguments, "--compute-ms", "0")
+    assert "All of it: 2.00 times" in said(capsys, *arguments, "--share", "0.5")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"ranks": 0}, "ranks=0 must be an int"),
+        ({"ranks": 4.5}, "ranks=4.5 must be an int"),
+        ({"link": "ab"}, "sequence element"),
+        ({"exact": {"tree": "no"}}, "tree='no' must be a bool"),
+        ({"dtype": "int8"}, "dtype int8"),
+    ],
+)
+@pytest.mark.usefixtures("as_shipped")
+def test_a_calibration_with_a_wrong_value_is_named(calibration, change, words):
+    entries = {**json.loads(calibration.read_text()), **change}
+    calibration.write_text(json.dumps(entries))
+    with pytest.raises(ValueError, match=rf"lan\.json holds no cost model: .*{words}"):
+        CostModel.load(calibration)
+    calibration.write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match=r"lan\.json holds no cost model"):
+        CostModel.load(calibration)

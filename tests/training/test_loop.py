@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from echo_jax.models import Decoder, DecoderConfig
-from echo_jax.records import RecordWriter, read_records
+from echo_jax.records import Record, RecordWriter, read_records
 from echo_jax.training import (
     DataConfig,
     StepMetrics,
@@ -115,6 +115,44 @@ def test_a_table_and_a_picture_of_nothing(tmp_path):
     assert (tmp_path / "curves.png").stat().st_size > 0
     assert results[0].final_loss is None
     assert gap_percent(results[0], None) is None
+
+
+def test_a_picture_of_losses_that_are_not_finite(tmp_path):
+    """The file has null for them, in the exact run and in the others."""
+    writer = RecordWriter(tmp_path / "metrics.jsonl")
+    model = {"vocab_size": 256}
+    for variant, losses in {"exact": [1.0, math.nan], "echo": [math.inf, 2.0]}.items():
+        for step, loss in enumerate(losses, start=1):
+            config = {"variant": variant, "step": step, "model": model}
+            writer.write(
+                Record(
+                    experiment="train",
+                    metric="train_loss",
+                    value=loss,
+                    unit="nats",
+                    config=config,
+                )
+            )
+    curves = read_curves(writer.path, "train_loss")
+    assert math.isnan(curves["exact"][2])
+    assert math.isnan(curves["echo"][1])
+    assert curves["echo"][2] == 2.0
+    plot_curves(writer.path, tmp_path / "curves.png")
+
+
+def test_gaps_are_written_whatever_the_order_of_the_variants(tmp_path):
+    config = dataclasses.replace(
+        TINY, variants=("edges", "exact"), steps=1, log_every=1
+    )
+    writer = RecordWriter(tmp_path / "metrics.jsonl")
+    results, _ = compare(prepare(config), writer, lambda *_: None)
+    (gap,) = (
+        record
+        for record in read_records(writer.path)
+        if record["metric"] == "heldout_gap_percent"
+    )
+    assert gap["config"]["variant"] == "edges"
+    assert gap["value"] == gap_percent(*results)
 
 
 def test_bad_text_is_refused_before_anything_is_computed(tmp_path):
