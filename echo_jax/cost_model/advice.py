@@ -150,7 +150,8 @@ def advise(
       for it as ``min_bytes``, and the predicted times.
 
     Raises:
-      ValueError: without messages or pieces, or for a margin that is negative or not finite.
+      ValueError: without messages or pieces, or for a margin that is negative or not
+        finite.
 
     Example:
         >>> advice = advise(model, [Message(message_bytes=1 << 24, calls=64)])
