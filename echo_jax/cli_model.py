@@ -78,6 +78,15 @@ class PlanOptions:
     """Take the plan from a file that DepthPlan.save wrote, instead of --plan."""
     config: tyro.conf.OmitArgPrefixes[EchoConfig] = EchoConfig()
 
+    def __post_init__(self):
+        if self.plan_file is not None and (
+            self.plan != "edges" or self.config != EchoConfig()
+        ):
+            raise ValueError(
+                f"{self.plan_file} says how every sum is sent: leave out --plan and "
+                "the options of a configuration, or --plan-file."
+            )
+
     @property
     def name(self) -> str:
         """What tables and records call the plan."""

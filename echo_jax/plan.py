@@ -188,11 +188,16 @@ class DepthPlan:
           vocab_bits: bits of the vocabulary's two sums, outside the budget.
 
         Raises:
-          ValueError: if the smallest width costs more than the budget, or is no width.
+          ValueError: if the smallest width costs more than the budget, or is no width,
+            or for an exact configuration.
         """
+        if config.is_exact:
+            raise ValueError(
+                "an exact configuration has no bits to spend: leave out exact()."
+            )
         options = [config.with_bits(width) for width in sorted(set(widths))]
         costs = [option.bits_per_value for option in options]
-        if not options or costs[0] > bits:
+        if not options or not costs[0] <= bits:
             raise ValueError(
                 f"bits={bits} is less than the smallest of widths={widths} costs, "
                 f"scales included: allow at least {costs[0] if costs else 'one width'}."

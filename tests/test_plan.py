@@ -1,10 +1,12 @@
 import json
 import math
+import pathlib
 
 import jax.numpy as jnp
 import pytest
 
 from echo_jax import DepthPlan, EchoConfig, WireFormat
+from echo_jax.cli_model import PlanOptions
 from echo_jax.plan import Sensitivity
 
 CONFIG = EchoConfig(min_bytes=0)
@@ -170,3 +172,26 @@ def test_a_file_whose_calls_are_no_list_is_refused(tmp_path):
     path.write_text(json.dumps({**json.loads(path.read_text()), "calls": {}}))
     with pytest.raises(ValueError, match=r"plan\.json is not a plan .* no list\.$"):
         DepthPlan.load(path)
+
+
+@pytest.mark.parametrize(
+    ("config", "bits", "words"),
+    [
+        (EchoConfig().exact(), 17.0, "has no bits to spend"),
+        (EchoConfig(), math.nan, "bits=nan is less"),
+    ],
+)
+def test_a_budget_that_cannot_be_spent_is_refused(config, bits, words):
+    sensitivity = Sensitivity(effects=(1.0, 2.0), bits=4)
+    with pytest.raises(ValueError, match=words):
+        DepthPlan.from_sensitivity(sensitivity, config, bits=bits)
+
+
+@pytest.mark.parametrize(
+    "other", [{"plan": "exact"}, {"config": EchoConfig(min_bytes=0)}]
+)
+def test_options_beside_a_plan_file_are_refused_not_ignored(other):
+    file = pathlib.Path("plan.json")
+    assert PlanOptions(plan_file=file).name == "plan"
+    with pytest.raises(ValueError, match=r"plan\.json says how every sum is sent"):
+        PlanOptions(plan_file=file, **other)
