@@ -140,21 +140,6 @@ def test_a_picture_of_losses_that_are_not_finite(tmp_path):
     plot_curves(writer.path, tmp_path / "curves.png")
 
 
-def test_gaps_are_written_whatever_the_order_of_the_variants(tmp_path):
-    config = dataclasses.replace(
-        TINY, variants=("edges", "exact"), steps=1, log_every=1
-    )
-    writer = RecordWriter(tmp_path / "metrics.jsonl")
-    results, _ = compare(prepare(config), writer, lambda *_: None)
-    (gap,) = (
-        record
-        for record in read_records(writer.path)
-        if record["metric"] == "heldout_gap_percent"
-    )
-    assert gap["config"]["variant"] == "edges"
-    assert gap["value"] == gap_percent(*results)
-
-
 def test_bad_text_is_refused_before_anything_is_computed(tmp_path):
     (tmp_path / "short.txt").write_text("too short")
     config = TrainConfig(data=DataConfig(path=tmp_path / "short.txt"))
