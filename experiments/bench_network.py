@@ -63,10 +63,10 @@ class Settings:
     background_rates: tuple[float, ...] = (100, 400)
     background_sizes: tuple[int, ...] = (MIB, 16 * MIB)
     model_processes: int = 2
-    model_rate: float = 100.0  # Mbit/s
+    model_rate: float = 300.0  # Mbit/s
     model_width: int = 4096  # what is computed for each byte sent grows with it
     model_layers: int = 2
-    model_length: int = 128  # tokens of the prompt, and of a training sequence
+    model_length: int = 256  # tokens of the prompt, and of a training sequence
     min_bytes: int = 1 << 18  # of the decoder's sums; smaller ones are exact
     loopback: bool = False  # the loopback interface even where namespaces can be had
     torch: str | None = None  # a Python that has PyTorch, to measure its gloo as well

@@ -37,8 +37,9 @@ class Lab:
         if self.network is None:
             yield
             return
-        self.network.set_rate(rate or None, delay_ms)
-        with background(self.network, rate * percent / 100):
+        taken = rate * percent / 100
+        self.network.set_rate(rate or None, reserved=taken, delay_ms=delay_ms)
+        with background(self.network, taken):
             yield
 
 

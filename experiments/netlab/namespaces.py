@@ -56,19 +56,37 @@ class Network:
         """What starts a program on a host."""
         return ["ip", "netns", "exec", _name(host)]
 
-    def set_rate(self, mbit: float | None, delay_ms: float = 0.0) -> None:
+    def set_rate(
+        self, mbit: float | None, *, reserved: float = 0.0, delay_ms: float = 0.0
+    ) -> None:
         """Limits every link, both ways; None for no limit.
 
         Args:
           mbit: megabits a second.
+          reserved: as many of them go to datagrams first. In one queue with TCP, which
+            fills it, a steady sender of datagrams would lose much of its traffic and
+            not take the part of the link that it is meant to.
           delay_ms: that a packet is under way, beside the time it takes to be sent.
 
         Raises:
           NoNetworkError: if this kernel cannot delay packets.
         """
         for host in range(self.hosts):
-            _limit(_name(host), _port(host), mbit, 0.0)
-            _limit(SWITCH, _switch_port(host), mbit, delay_ms)
+            for end, delay in (
+                ((_name(host), _port(host)), 0.0),
+                ((SWITCH, _switch_port(host)), delay_ms),
+            ):
+                with contextlib.suppress(NoNetworkError):  # there may be none
+                    _queue(end, "delete", "root")
+                if mbit is None:
+                    parent = ("root",)
+                elif reserved:
+                    parent = _share(end, mbit, reserved)
+                else:
+                    parent = _limit(end, mbit)
+                if delay:
+                    netem = ("netem", "delay", f"{delay}ms", "limit", "10000")
+                    _queue(end, "add", *parent, *netem)
 
     def _add_host(self, host: int) -> None:
         name, port, other = _name(host), _port(host), _switch_port(host)
@@ -154,25 +172,39 @@ def _switch_port(host: int) -> str:
     return f"{PREFIX}s{host}"
 
 
-def _limit(name: str, port: str, mbit: float | None, delay_ms: float) -> None:
-    """Makes one end of a link send at a rate."""
-    with contextlib.suppress(NoNetworkError):  # there may be none
-        _inside(name, "tc", "qdisc", "delete", "dev", port, "root")
-    if mbit is not None:
-        limit = (
-            "rate",
-            f"{mbit}mbit",
-            "burst",
-            str(BUCKET_BYTES),
-            "latency",
-            f"{_QUEUE_MS}ms",
-        )
-        queue = ("tc", "qdisc", "add", "dev", port, "root", "handle", "1:")
-        _inside(name, *queue, "tbf", *limit)
-    if delay_ms:
-        parent = ("root",) if mbit is None else ("parent", "1:1")
-        delay = ("netem", "delay", f"{delay_ms}ms", "limit", "10000")
-        _inside(name, "tc", "qdisc", "add", "dev", port, *parent, *delay)
+def _limit(end: tuple[str, str], mbit: float) -> tuple[str, ...]:
+    """Makes one end of a link send at a rate; where a further queue goes."""
+    rate = ("rate", f"{mbit}mbit", "burst", str(BUCKET_BYTES))
+    latency = ("latency", f"{_QUEUE_MS}ms")
+    _queue(end, "add", "root", "handle", "1:", "tbf", *rate, *latency)
+    return ("parent", "1:1")
+
+
+def _share(end: tuple[str, str], mbit: float, reserved: float) -> tuple[str, ...]:
+    """As :func:`_limit`, with a part of the rate for datagrams."""
+    bucket = ("burst", str(BUCKET_BYTES), "cburst", str(BUCKET_BYTES))
+    rest = ("rate", f"{mbit - reserved}mbit", "ceil", f"{mbit}mbit", *bucket)
+    name, port = end
+    _queue(end, "add", "root", "handle", "1:", "htb", "default", "20")
+    for of, what in (
+        (("1:", "classid", "1:1"), ("rate", f"{mbit}mbit", *bucket)),
+        (("1:1", "classid", "1:10"), ("rate", f"{reserved}mbit", "prio", "0")),
+        (("1:1", "classid", "1:20"), (*rest, "prio", "1")),
+    ):
+        _inside(name, "tc", "class", "add", "dev", port, "parent", *of, "htb", *what)
+    for number, rate in ((10, reserved), (20, mbit)):
+        waiting = str(int(1e3 * rate * _QUEUE_MS / 8))
+        handle = ("parent", f"1:{number}", "handle", f"{number}:")
+        _queue(end, "add", *handle, "bfifo", "limit", waiting)
+    datagrams = ("protocol", "ip", "u32", "match", "ip", "protocol", "17", "0xff")
+    where = ("parent", "1:", *datagrams, "flowid", "1:10")
+    _inside(name, "tc", "filter", "add", "dev", port, *where)
+    return ("parent", "20:1")
+
+
+def _queue(end: tuple[str, str], verb: str, *arguments: str) -> None:
+    name, port = end
+    _inside(name, "tc", "qdisc", verb, "dev", port, *arguments)
 
 
 def _inside(name: str, *command: str) -> None:
