@@ -63,7 +63,7 @@ class Settings:
     background_rates: tuple[float, ...] = (100, 400)
     background_sizes: tuple[int, ...] = (MIB, 16 * MIB)
     model_processes: int = 2
-    model_rate: float = 300.0  # Mbit/s
+    model_rate: float = 350.0  # Mbit/s
     model_width: int = 4096  # what is computed for each byte sent grows with it
     model_layers: int = 2
     model_length: int = 256  # tokens of the prompt, and of a training sequence
