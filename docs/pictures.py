@@ -14,6 +14,10 @@ from matplotlib.patches import Rectangle
 
 from echo_jax import WireFormat
 
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "experiments"))
+
+import plot_bench_network
+
 _KINDS = {
     "normal": "normal",
     "student_t": "Student's t",
@@ -169,6 +173,15 @@ def frontier(folder: pathlib.Path, path: pathlib.Path) -> None:
     _save(figure, path)
 
 
+def network(folder: pathlib.Path, path: pathlib.Path) -> None:
+    """How much faster sums and a decoder are over slow links."""
+    records = results.read(folder, "bench_network.jsonl")
+    _save(
+        plot_bench_network.draw(records, plot_bench_network.Settings().ranks_bytes),
+        path,
+    )
+
+
 def wire(path: pathlib.Path, fmt: WireFormat = WireFormat()) -> None:
     """The bytes that one rank sends to another, and one byte of codes."""
     figure = Figure(figsize=(9.2, 2.9), layout="constrained")
@@ -214,6 +227,7 @@ def write_all(folder: pathlib.Path, out: pathlib.Path) -> None:
     ranks(folder, out / "ranks.svg")
     formats(folder, out / "formats.svg")
     frontier(folder, out / "frontier.svg")
+    network(folder, out / "network.svg")
     wire(out / "wire.svg")
 
 

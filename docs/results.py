@@ -12,7 +12,6 @@ A single figure in running text is followed by
 
 import argparse
 import json
-import math
 import pathlib
 import re
 import sys
@@ -20,6 +19,7 @@ from collections.abc import Callable, Iterator
 
 import benchmark_tables
 import cost_tables
+import network_tables
 
 ROOT = pathlib.Path(__file__).parents[1]
 RESULTS = ROOT / "experiments" / "results"
@@ -92,6 +92,8 @@ def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 
 
 NOTHING = "*Not measured yet.*"
+_PARITY, _NVLINK = "benchmark_parity.jsonl", "bench_nvlink.jsonl"
+_NETWORK, _COST = "bench_network.jsonl", "check_cost_model.jsonl"
 
 
 def depth_table(folder: pathlib.Path) -> str:
@@ -295,38 +297,16 @@ def feedback_depth_table(folder: pathlib.Path) -> str:
     return _table(head, rows) if rows else NOTHING
 
 
-def benchmark_table(folder: pathlib.Path) -> str:
-    """What each plan costs a real model: seven benchmark sets and prose."""
-    return _made(*benchmark_tables.plan_table(_benchmarks(folder)))
+def from_records(
+    file: str, table: Callable, **options
+) -> Callable[[pathlib.Path], str]:
+    """A table of another module, which takes the records of a file."""
 
+    def make(folder: pathlib.Path) -> str:
+        head, rows = table(read(folder, file), **options)
+        return _table(head, rows) if rows else NOTHING
 
-def benchmark_page_table(folder: pathlib.Path) -> str:
-    """The same with three sets and two rows of prose more."""
-    return _made(*benchmark_tables.plan_table(_benchmarks(folder), every_set=True))
-
-
-def frontier_table(folder: pathlib.Path) -> str:
-    """The plans with the lowest divergence for their bits."""
-    return _made(*benchmark_tables.frontier_table(_benchmarks(folder)))
-
-
-def variants_table(folder: pathlib.Path) -> str:
-    """What wire formats that the library does not have would be worth."""
-    records = read(folder, "benchmark_variants.jsonl")
-    return _made(*benchmark_tables.variants_table(records))
-
-
-def _benchmarks(folder: pathlib.Path) -> list[dict]:
-    return read(folder, "benchmark_parity.jsonl")
-
-
-def _made(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    return _table(head, rows) if rows else NOTHING
-
-
-def cost_table(table: Callable) -> Callable[[pathlib.Path], str]:
-    """A table of the cost model's predictions, from their file."""
-    return lambda folder: _made(*table(read(folder, "check_cost_model.jsonl")))
+    return make
 
 
 def kernel_table(folder: pathlib.Path) -> str:
@@ -347,127 +327,6 @@ def kernel_table(folder: pathlib.Path) -> str:
         for row, times in sorted(rows.items())
     ]
     return _table(("backend", "rotation", "residual", *stages), cells)
-
-
-def nvlink_table(folder: pathlib.Path) -> str:
-    """Sums of one message: the exact time, and how much faster each case is."""
-    times: dict[int, float] = {}
-    ratios: dict[str, dict[int, float]] = {}
-    for record in read(folder, "bench_nvlink.jsonl"):
-        if record["config"].get("xla_flags"):
-            continue
-        size, case = (record["config"].get(key) for key in ("message_bytes", "case"))
-        if record["metric"] == "allreduce_ms" and case == "psum bf16":
-            times[size] = record["value"]
-        elif record["metric"] == "allreduce_speedup" and case != "psum bf16":
-            ratios.setdefault(case, {})[size] = record["value"]
-    if not times:
-        return NOTHING
-    rows = [
-        (
-            f"{size / 2**20:,g} MiB",
-            f"{times[size]:.3f}",
-            *(
-                f"{ratio[size]:.2f}x" if size in ratio else "-"
-                for ratio in ratios.values()
-            ),
-        )
-        for size in sorted(times)
-    ]
-    return _table(("message", "psum bf16, ms", *ratios), rows)
-
-
-def model_table(folder: pathlib.Path) -> str:
-    """First token and training step of a decoder over the links."""
-    rows = []
-    records = read(folder, "bench_nvlink.jsonl")
-    for record in records:
-        name = {"ttft_ms": "time to first token", "step_ms": "training step"}.get(
-            record["metric"]
-        )
-        if name:
-            config = record["config"]
-            ratio = find(
-                records, metric=record["metric"].replace("_ms", "_speedup"), **config
-            )
-            rows.append(
-                (
-                    name,
-                    config["plan"],
-                    f"{config['parameters'] / 1e9:.2f} B",
-                    f"{config['length']:,}",
-                    f"{record['value']:.1f}",
-                    f"{ratio['value']:.2f}x" if ratio else "-",
-                )
-            )
-    head = ("what", "plan", "parameters", "tokens", "ms", "against exact")
-    return _table(head, rows) if rows else NOTHING
-
-
-def network_table(folder: pathlib.Path) -> str:
-    """Sums over limited links: the exact time, and how much faster echo's best is."""
-    exact: dict[tuple, float] = {}
-    best: dict[tuple, float] = {}
-    for record in read(folder, "bench_network.jsonl"):
-        config = record["config"]
-        idle = config["network"] == "namespaces" and not config["background"]
-        if config["part"] != "allreduce" or not idle:
-            continue
-        rate = config["rate_mbit"] or math.inf
-        cell = (config["processes"], rate, config["message_bytes"])
-        if record["metric"] == "allreduce_ms" and config["case"] == "psum float16":
-            exact[cell] = record["value"]
-            best.pop(cell, None)  # what follows was measured with it
-        elif record["metric"] == "allreduce_speedup" and config["path"] == "echo":
-            best[cell] = max(record["value"], best.get(cell, 0.0))
-    if not exact:
-        return NOTHING
-    sizes = sorted({cell[2] for cell in exact})
-    rows = [
-        (
-            f"{processes}",
-            "no limit" if rate == math.inf else f"{rate:,g} Mbit/s",
-            *(_ratio(exact, best, (processes, rate, size)) for size in sizes),
-        )
-        for processes, rate in sorted({cell[:2] for cell in exact})
-    ]
-    head = ("processes", "link", *map(cost_tables.size_in_words, sizes))
-    return _table(head, rows)
-
-
-def _ratio(exact: dict, best: dict, cell: tuple) -> str:
-    """Milliseconds of the exact sum, and times that the other is faster."""
-    if cell not in exact or cell not in best:
-        return "-"
-    return f"{exact[cell]:,.1f} ms, {best[cell]:.2f}x"
-
-
-def network_model_table(folder: pathlib.Path) -> str:
-    """First token and training step of a decoder beside others' traffic."""
-    newest: dict[tuple, dict[str, float]] = {}
-    for record in read(folder, "bench_network.jsonl"):
-        config = record["config"]
-        if config["part"] in ("ttft", "step") and config["network"] == "namespaces":
-            rate = config["rate_mbit"] or math.inf
-            cell = (config["part"], rate, config["background"])
-            metric = f"{record['metric']} {config['plan']}"
-            newest.setdefault(cell, {})[metric] = record["value"]
-    rows = [
-        (
-            {"ttft": "time to first token", "step": "training step"}[part],
-            "no limit" if rate == math.inf else f"{rate:,g} Mbit/s",
-            f"{percent} %",
-            f"{cell[f'{part}_ms exact']:,.0f}",
-            f"{100 * cell['communication_share compute alone']:.0f} %",
-            f"{cell[f'{part}_speedup echo']:.2f}x",
-        )
-        for (part, rate, percent), cell in sorted(newest.items())
-    ]
-    head = (
-        *("what", "link", "others' traffic", "exact, ms", "of it communication"),
-        "echo against exact",
-    )
-    return _table(head, rows) if rows else NOTHING
 
 
 def backend_table(folder: pathlib.Path) -> str:
@@ -492,20 +351,25 @@ TABLES: dict[str, Callable[[pathlib.Path], str]] = {
     "gradient": gradient_table,
     "training": training_table,
     "feedback-depth": feedback_depth_table,
-    "benchmarks": benchmark_table,
-    "benchmarks-all": benchmark_page_table,
-    "frontier": frontier_table,
-    "variants": variants_table,
+    "benchmarks": from_records(_PARITY, benchmark_tables.plan_table),
+    "benchmarks-all": from_records(
+        _PARITY, benchmark_tables.plan_table, every_set=True
+    ),
+    "frontier": from_records(_PARITY, benchmark_tables.frontier_table),
+    "variants": from_records(
+        "benchmark_variants.jsonl", benchmark_tables.variants_table
+    ),
     "kernels": kernel_table,
-    "nvlink": nvlink_table,
-    "nvlink-model": model_table,
-    "network": network_table,
-    "network-model": network_model_table,
+    "nvlink": from_records(_NVLINK, network_tables.nvlink_table),
+    "nvlink-model": from_records(_NVLINK, network_tables.nvlink_model_table),
+    "network": from_records(_NETWORK, network_tables.idle_table),
+    "network-loaded": from_records(_NETWORK, network_tables.loaded_table),
+    "network-model": from_records(_NETWORK, network_tables.model_table),
     "backends": backend_table,
-    "cost-accuracy": cost_table(cost_tables.accuracy_table),
-    "cost-nvlink": cost_table(cost_tables.nvlink_table),
-    "cost-network": cost_table(cost_tables.network_table),
-    "cost-projected": cost_table(cost_tables.projection_table),
+    "cost-accuracy": from_records(_COST, cost_tables.accuracy_table),
+    "cost-nvlink": from_records(_COST, cost_tables.nvlink_table),
+    "cost-network": from_records(_COST, cost_tables.network_table),
+    "cost-projected": from_records(_COST, cost_tables.projection_table),
 }
 
 SECTIONS = (
@@ -539,18 +403,8 @@ SECTIONS = (
      "Milliseconds on one H200 for 1 GiB of bfloat16, 8 ranks, 4 bits, block 64."),
     ("Training on two backends", "kernel_training", "backends",
      "Loss after 50 steps of the same training on one H200, 8 simulated ranks."),
-    ("Sums over NVLink", "bench_nvlink", "nvlink",
-     "Two H200s of one host: time of the exact sum, and how much faster each case is. "
-     "Two ranks are where few bits gain least: half of every message stays at home. "
-     "Every message went through the codec; as shipped, those under 32 MiB are exact."),
-    ("A decoder over NVLink", "bench_nvlink", "nvlink-model",
-     "Two H200s of one host, no other traffic, random weights, default settings."),
-    ("Sums over a slow network", "bench_network", "network",
-     "Processes on one machine of two cores, each in a network namespace with a "
-     "limited link: time of a float16 `psum`, and how much faster echo's best is, by "
-     "the bytes of a message. Under 1 echo loses."),
-    ("A decoder over a slow network", "bench_network", "network-model",
-     "The same, random weights, two processes. Exact sums travel in float16."),
+    *network_tables.NVLINK_SECTIONS,
+    *network_tables.SLOW_SECTIONS,
     *cost_tables.SECTIONS,
 )  # fmt: skip
 

@@ -59,7 +59,7 @@ class Settings:
     residual_dtype: str = "bfloat16"
     longest: float = 2.2  # seconds; what takes longer as float16 is left out
     budget: float = 2.0  # seconds for the rounds of a cell, three to nine
-    backgrounds: tuple[int, ...] = (0, 25, 50, 75)  # percent of the link
+    backgrounds: tuple[int, ...] = (0, 25, 50, 75, 85)  # percent of the link
     background_rates: tuple[float, ...] = (100, 400)
     background_sizes: tuple[int, ...] = (MIB, 16 * MIB)
     model_processes: int = 2

@@ -3,7 +3,8 @@
     python experiments/plot_bench_network.py --out bench_network.svg
 
 How much faster echo is than a float16 ``psum``: by the size of a message, by the number
-of ranks, and by what others' traffic takes of the link. Where it loses is shaded.
+of ranks, and by what others' traffic takes of the link, for sums and for a decoder.
+Where it loses is shaded.
 """
 
 import dataclasses
@@ -55,57 +56,76 @@ def models(records: list[dict], what: str) -> list[tuple[int, float]]:
 
 
 def draw(records: list[dict], ranks_bytes: int) -> plt.Figure:
-    """A panel for each number of processes by size; by ranks; by congestion."""
+    """By size, a panel for each number of processes; by ranks; beside other traffic."""
     found = sums(records)
     processes = sorted({cell[0] for cell in found}) or [2]
-    figure, panels = plt.subplots(
-        1, len(processes) + 2, figsize=(4 * len(processes) + 8, 4), sharey=True
+    columns = max(3, len(processes))
+    figure, rows = plt.subplots(
+        2, columns, figsize=(4 * columns, 7.5), sharey=True, squeeze=False
     )
-    for panel, count in zip(panels, processes, strict=False):
+    for panel, count in zip(rows[0], processes, strict=False):
         _by_size(panel, found, count)
-    _by_ranks(panels[-2], found, ranks_bytes)
-    _by_congestion(panels[-1], found, records)
-    for panel in panels:
+    _by_ranks(rows[1, 0], found, ranks_bytes)
+    _sums_by_traffic(rows[1, 1], found, ranks_bytes)
+    _models_by_traffic(rows[1, 2], records)
+    for panel in rows.flat:
+        if not panel.has_data():
+            panel.set_axis_off()
+            continue
         panel.axhspan(0, 1, color="0.9", zorder=0)
         panel.axhline(1, color="0.5", linewidth=0.8)
         panel.set_ylim(bottom=0)
         panel.text(0.98, 0.03, "echo loses", transform=panel.transAxes, ha="right")
-        if panel.get_legend_handles_labels()[0]:
-            panel.legend(fontsize=8)
-    panels[0].set_ylabel("times as fast as a float16 psum")
+        panel.legend(fontsize=8)
+    for row in rows:
+        row[0].set_ylabel("times as fast as a float16 psum")
     figure.tight_layout()
     return figure
 
 
 def _by_size(panel, found: Cells, processes: int) -> None:
-    rates = sorted({cell[1] for cell in found if cell[0] == processes})
-    for rate in rates:
+    for rate in _rates(found):
         line = [(c[3], v) for c, v in found.items() if c[:3] == (processes, rate, 0)]
-        _line(panel, sorted(line), _rate(rate))
+        _line(panel, sorted(line), _rate(rate), color=_color(found, rate))
     panel.set_xscale("log", base=2)
     panel.set_xlabel("message, bytes of float16")
     panel.set_title(f"{processes} processes, idle links")
 
 
 def _by_ranks(panel, found: Cells, size: int) -> None:
-    for rate in sorted({cell[1] for cell in found}):
+    for rate in _rates(found):
         line = [(c[0], v) for c, v in found.items() if c[1:] == (rate, 0, size)]
-        _line(panel, sorted(line), _rate(rate))
+        _line(panel, sorted(line), _rate(rate), color=_color(found, rate))
     panel.set_xlabel("processes")
-    panel.set_title(f"messages of {size / MIB:g} MiB")
+    panel.set_title(f"{size / MIB:g} MiB, idle links")
 
 
-def _by_congestion(panel, found: Cells, records: list[dict]) -> None:
-    for what, name in (("ttft", "first token"), ("step", "training step")):
-        _line(panel, models(records, what), name)
-    loaded = sorted({(c[0], c[1], c[3]) for c in found if c[2]})
-    for processes, rate, size in loaded:
+def _sums_by_traffic(panel, found: Cells, size: int) -> None:
+    loaded = sorted({(c[0], c[1]) for c in found if c[2] and c[3] == size})
+    for processes, rate in loaded:
         wanted = (processes, rate, size)
         line = [(c[2], v) for c, v in found.items() if (c[0], c[1], c[3]) == wanted]
-        label = f"{size / MIB:g} MiB, {processes} x {_rate(rate)}"
-        _line(panel, sorted(line), label, linestyle="--")
+        style = {"linestyle": {2: "-", 4: "--"}.get(processes, ":")}
+        label = f"{processes} processes, {_rate(rate)}"
+        _line(panel, sorted(line), label, color=_color(found, rate), **style)
     panel.set_xlabel("others' traffic, % of the link")
-    panel.set_title("beside other traffic")
+    panel.set_title(f"{size / MIB:g} MiB beside other traffic")
+
+
+def _models_by_traffic(panel, records: list[dict]) -> None:
+    for what, name in (("ttft", "first token"), ("step", "training step")):
+        _line(panel, models(records, what), name)
+    panel.set_xlabel("others' traffic, % of the link")
+    panel.set_title("a decoder beside other traffic")
+
+
+def _rates(found: Cells) -> list[float]:
+    return sorted({cell[1] for cell in found})
+
+
+def _color(found: Cells, rate: float) -> str:
+    """The same for a rate in every panel."""
+    return f"C{_rates(found).index(rate)}"
 
 
 def _line(panel, points: list, label: str, **style) -> None:

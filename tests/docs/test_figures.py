@@ -75,5 +75,5 @@ def test_pages_and_pictures_are_made_from_lines_alone(tmp_path):
     assert empty.count(results.NOTHING) == len(results.SECTIONS)
     pictures.write_all(results.RESULTS, tmp_path)
     pictures.write_all(tmp_path, tmp_path / "empty")
-    assert len(list(tmp_path.glob("*.svg"))) == 5
-    assert len(list(tmp_path.glob("empty/*.svg"))) == 5
+    assert len(list(tmp_path.glob("*.svg"))) == 6
+    assert len(list(tmp_path.glob("empty/*.svg"))) == 6

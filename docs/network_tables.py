@@ -1,0 +1,188 @@
+"""Tables of sums and decoders over NVLink and over slow links, from records alone.
+
+Every function takes the records of ``bench_nvlink.jsonl`` or ``bench_network.jsonl``,
+the oldest first, and returns ``(head, rows)`` of strings; no rows where nothing was
+measured.
+"""
+
+import collections
+import math
+
+import cost_tables
+
+Rows = list[tuple[str, ...]]
+
+_MODEL_PARTS = {"ttft": "time to first token", "step": "training step"}
+
+# Title, script, table and words of the sections of the results page.
+NVLINK_SECTIONS = (
+    ("Sums over NVLink", "bench_nvlink", "nvlink",
+     "Two H200s of one host: time of the exact sum, and how much faster each case is. "
+     "Two ranks are where few bits gain least: half of every message stays at home. "
+     "Every message went through the codec; as shipped, those under 32 MiB are exact."),
+    ("A decoder over NVLink", "bench_nvlink", "nvlink-model",
+     "Two H200s of one host, no other traffic, random weights, default settings."),
+)  # fmt: skip
+SLOW_SECTIONS = (
+    ("Sums over a slow network", "bench_network", "network",
+     "Processes on one machine of two cores, each in a network namespace with a "
+     "limited link: time of a float16 `psum`, and how much faster echo's best is, by "
+     "the bytes of a message. Under 1 echo loses.\n\n![Times as fast as a float16 "
+     "psum, by message, ranks and others' traffic](network.svg)\n\nSmall messages: "
+     "up to 64 KiB a sum takes a few milliseconds either way, most of it latency, and "
+     "which is faster changes from cell to cell. More ranks, which share the two "
+     "cores: over limited links the gain falls; without a limit it rises, since the "
+     "exact sum slows down more."),
+    ("Sums beside other traffic", "bench_network", "network-loaded",
+     "The same; datagrams of others take the stated part of every link, both ways."),
+    ("A decoder over a slow network", "bench_network", "network-model",
+     "The same, random weights, two processes, prompts and sequences of 256 tokens. "
+     "Exact sums travel in float16. The rate is the one at which sums take about a "
+     "quarter of the time to the first token on an idle link."),
+)  # fmt: skip
+
+
+def nvlink_table(records: list[dict]) -> tuple[tuple, Rows]:
+    """Sums of one message: the exact time, and how much faster each case is."""
+    times: dict[int, float] = {}
+    ratios: dict[str, dict[int, float]] = {}
+    for record in records:
+        if record["config"].get("xla_flags"):
+            continue
+        size, case = (record["config"].get(key) for key in ("message_bytes", "case"))
+        if record["metric"] == "allreduce_ms" and case == "psum bf16":
+            times[size] = record["value"]
+        elif record["metric"] == "allreduce_speedup" and case != "psum bf16":
+            ratios.setdefault(case, {})[size] = record["value"]
+    rows = [
+        (
+            f"{size / 2**20:,g} MiB",
+            f"{times[size]:.3f}",
+            *(
+                f"{ratio[size]:.2f}x" if size in ratio else "-"
+                for ratio in ratios.values()
+            ),
+        )
+        for size in sorted(times)
+    ]
+    return ("message", "psum bf16, ms", *ratios), rows
+
+
+def nvlink_model_table(records: list[dict]) -> tuple[tuple, Rows]:
+    """First token and training step of a decoder over the links."""
+    ratios = {
+        (record["metric"], str(record["config"])): record["value"] for record in records
+    }
+    rows = []
+    for record in records:
+        part = record["metric"].removesuffix("_ms")
+        if part in _MODEL_PARTS:
+            config = record["config"]
+            ratio = ratios.get((f"{part}_speedup", str(config)))
+            rows.append(
+                (
+                    _MODEL_PARTS[part],
+                    config["plan"],
+                    f"{config['parameters'] / 1e9:.2f} B",
+                    f"{config['length']:,}",
+                    f"{record['value']:.1f}",
+                    f"{ratio:.2f}x" if ratio else "-",
+                )
+            )
+    return ("what", "plan", "parameters", "tokens", "ms", "against exact"), rows
+
+
+def idle_table(records: list[dict]) -> tuple[tuple, Rows]:
+    """Sums over idle links: the exact time, and how much faster echo's best is."""
+    exact, best = _sums(records)
+    idle = [cell for cell in exact if not cell[2]]
+    measured = collections.Counter(size for *_, size in idle)
+    # A size of one rate alone would be a column of dashes.
+    sizes = sorted(size for size, rows in measured.items() if 2 * rows > len(measured))
+    rows = [
+        (
+            f"{processes}",
+            _link(rate),
+            *(_ratio(exact, best, (processes, rate, 0, size)) for size in sizes),
+        )
+        for processes, rate in sorted({cell[:2] for cell in idle})
+    ]
+    return ("processes", "link", *map(cost_tables.size_in_words, sizes)), rows
+
+
+def loaded_table(records: list[dict]) -> tuple[tuple, Rows]:
+    """As :func:`idle_table`, by the part of the link that others take."""
+    exact, best = _sums(records)
+    levels = sorted({cell[2] for cell in exact})
+    loaded = sorted({(cell[0], cell[1], cell[3]) for cell in exact if cell[2]})
+    rows = [
+        (
+            f"{processes}",
+            _link(rate),
+            cost_tables.size_in_words(size),
+            *(_ratio(exact, best, (processes, rate, level, size)) for level in levels),
+        )
+        for processes, rate, size in loaded
+    ]
+    head = (f"{level} % taken" if level else "idle" for level in levels)
+    return ("processes", "link", "message", *head), rows
+
+
+def model_table(records: list[dict]) -> tuple[tuple, Rows]:
+    """First token and training step of a decoder beside others' traffic."""
+    newest: dict[tuple, dict[str, float]] = {}
+    for record in records:
+        config = record["config"]
+        if config["part"] in _MODEL_PARTS and config["network"] == "namespaces":
+            rate = config["rate_mbit"] or math.inf
+            cell = (config["part"], rate, config["background"])
+            metric = f"{record['metric']} {config['plan']}"
+            newest.setdefault(cell, {})[metric] = record["value"]
+    rows = [
+        (
+            _MODEL_PARTS[part],
+            _link(rate),
+            f"{percent} %",
+            f"{cell[f'{part}_ms exact']:,.0f}",
+            f"{100 * cell['communication_share compute alone']:.0f} %",
+            f"{cell[f'{part}_speedup echo']:.2f}x",
+        )
+        for (part, rate, percent), cell in sorted(
+            newest.items(), key=lambda item: (item[0][0] != "ttft", item[0][1:])
+        )
+    ]
+    head = (
+        *("what", "link", "others' traffic", "exact, ms", "of it communication"),
+        "echo against exact",
+    )
+    return head, rows
+
+
+def _sums(records: list[dict]) -> tuple[dict[tuple, float], dict[tuple, float]]:
+    """``(processes, Mbit/s, percent taken, bytes)``: exact ms, echo's best speed-up."""
+    exact: dict[tuple, float] = {}
+    best: dict[tuple, float] = {}
+    for record in records:
+        config = record["config"]
+        if config["part"] != "allreduce" or config["network"] != "namespaces":
+            continue
+        rate = config["rate_mbit"] or math.inf
+        place = (config["processes"], rate, config["background"])
+        cell = (*place, config["message_bytes"])
+        if record["metric"] == "allreduce_ms" and config["case"] == "psum float16":
+            exact[cell] = record["value"]
+            best.pop(cell, None)  # what follows was measured with it
+        elif record["metric"] == "allreduce_speedup" and config["path"] == "echo":
+            best[cell] = max(record["value"], best.get(cell, 0.0))
+    return exact, best
+
+
+def _ratio(exact: dict, best: dict, cell: tuple) -> str:
+    """Milliseconds of the exact sum, and times that the other is faster."""
+    if cell not in exact or cell not in best:
+        return "-"
+    return f"{exact[cell]:,.1f} ms, {best[cell]:.2f}x"
+
+
+def _link(mbit: float) -> str:
+    return "no limit" if mbit == math.inf else f"{mbit:,g} Mbit/s"
