@@ -5,7 +5,7 @@ of every run, then the mean gap to the exact run and its spread over seeds. Seed
 the file holds already are not run again.
 
     python experiments/train_seeds.py            # ten minutes and more on two CPU cores
-    python experiments/train_seeds.py --tiny     # a minute, for CI
+    python experiments/train_seeds.py --tiny     # seconds, for CI
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ class Settings:
     seeds: tuple[int, ...] = (0, 1, 2)
     config: tyro.conf.OmitArgPrefixes[TrainConfig] = TrainConfig()
     out: pathlib.Path = RESULTS
-    tiny: bool = False  # two seeds, two steps
+    tiny: bool = False  # one layer, two seeds, two steps
 
 
 class SummaryWriter(RecordWriter):
@@ -111,6 +111,7 @@ def main() -> None:
         small = dataclasses.replace(
             settings.config,
             steps=2,
+            model=dataclasses.replace(settings.config.model, num_layers=1),
             data=DataConfig(batch_size=2, length=32, heldout_batches=2),
         )
         settings = dataclasses.replace(settings, seeds=(0, 1), config=small)

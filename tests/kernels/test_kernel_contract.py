@@ -17,7 +17,7 @@ from tests.kernels import kernel_contract
 HERE = pathlib.Path(__file__).parent
 # The interpreters take seconds for a case: some of the cases every time, and all of
 # them when asked for.
-STEP = 4
+STEP = 6
 QUICK = kernel_contract.CASES[::STEP]
 CASES = [
     pytest.param(case, marks=() if case in QUICK else pytest.mark.long)
