@@ -94,7 +94,7 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path):
     os.kill(process.pid, signal.SIGINT)
     output, errors = process.communicate(timeout=120)
     assert process.returncode == 130, errors
-    assert "Stopped by Ctrl-C" in output
+    assert "Stopped early" in output
     assert "Traceback" not in errors
     assert metrics.stat().st_size > 0
     assert (metrics.parent / "curves.png").exists()

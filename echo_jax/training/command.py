@@ -222,7 +222,7 @@ def _train(runs: Comparison, folder: pathlib.Path, resume: bool) -> int:
         plot_curves(metrics, curves)
     console.print(f"Figures in {metrics}, curves in {curves}.")
     if stopped:
-        console.print("Stopped by Ctrl-C: a dash marks what was not measured.")
+        console.print("Stopped early: a dash marks what was not measured.")
         if config.checkpoint.every:
             console.print(f"Go on: echo-jax train --out {folder} --resume")
     return 130 if stopped else 0
