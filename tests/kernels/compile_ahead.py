@@ -30,7 +30,7 @@ def describe(target: str, config: echo.EchoConfig, onto: bool) -> dict:
 
     With ``onto``, the sum is added to a stream.
     """
-    mesh = _mesh(target)
+    mesh = gpu_mesh(target)
 
     def call(x, residual, stream):
         residual = jax.tree.map(lambda leaf: leaf[0], residual)
@@ -76,7 +76,7 @@ def _operations(text: str) -> list[list[str]]:
     return [[name, result] for result, name in found if name not in free]
 
 
-def _mesh(target: str) -> Mesh:
+def gpu_mesh(target: str) -> Mesh:
     described = pathlib.Path(__file__).with_name(f"{target}.txtpb").read_text()
     topology = topologies.get_topology_desc(
         platform="cuda", target_config=described, topology=f"1x1x{RANKS}"

@@ -25,11 +25,11 @@ needs_compiler = pytest.mark.skipif(
 )
 
 
-def describe(*arguments: str) -> dict:
+def describe(*arguments: str, script: str = "compile_ahead.py") -> dict:
     paths = [str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     environment.pop("XLA_FLAGS", None)
-    command = [sys.executable, str(HERE / "compile_ahead.py"), *arguments]
+    command = [sys.executable, str(HERE / script), *arguments]
     done = subprocess.run(
         command, env=environment, capture_output=True, text=True, check=False
     )
@@ -101,6 +101,16 @@ def test_pieces_work_in_place_and_travel_while_others_are_made(target, residual_
         assert re.search(
             r"all-to-all-start (?:custom-call )+all-to-all-done", " ".join(names)
         )
+
+
+@needs_compiler
+@pytest.mark.parametrize("target", ["a100", "h200"])
+def test_a_training_step_of_simulated_ranks_runs_the_kernels(target):
+    """``vmap`` over data and tensor ranks: each stage is one launch for all of them."""
+    called = describe(target, script="compile_step.py")
+    # Three stages of six sums: the embedding's forward, the readout's backward, and in
+    # the loops over layers that of attention and that of the MLP, each way.
+    assert called["triton_kernel_call"] == 3 * 6
 
 
 def _compile(kernel, capability: int, constants: dict, pointers: dict):
