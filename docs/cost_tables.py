@@ -31,8 +31,8 @@ SECTIONS = (
      "the nominal rates, and from the token bucket of the links, 256 kB that pass at "
      "once, which is known and not fitted. A sum is taken to find the bucket full: one "
      "of 1 MiB at 100 Mbit/s on two processes, whose bucket the sum before it had "
-     "emptied, takes longer. So do exact sums of 256 KiB on two processes, at every "
-     "rate: why is not known."),
+     "emptied, takes longer. So do exact sums of 64 and 256 KiB on two processes, "
+     "at every rate: why is not known."),
     ("Projections", "check_cost_model", "cost-projected",
      "Not measured: how many times faster one bfloat16 sum is with the settings "
      "that `advise` gives, nodes of eight, by the bytes of a message; a dash where "

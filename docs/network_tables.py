@@ -29,8 +29,8 @@ SLOW_SECTIONS = (
      "limited link: time of a float16 `psum`, and how much faster echo's best is, by "
      "the bytes of a message. Under 1 echo loses.\n\n![Times as fast as a float16 "
      "psum, by message, ranks and others' traffic](network.svg)\n\nSmall messages: "
-     "up to 64 KiB a sum takes a few milliseconds either way, most of it latency, and "
-     "which is faster changes from cell to cell. More ranks, which share the two "
+     "up to 16 KiB nearly all of the time is latency, and echo, which has two exchanges, "
+     "loses on two and on four processes; from 256 KiB on it wins everywhere. More ranks, which share the two "
      "cores: over limited links the gain falls; without a limit it rises, since the "
      "exact sum slows down more."),
     ("Sums beside other traffic", "bench_network", "network-loaded",
