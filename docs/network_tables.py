@@ -29,10 +29,10 @@ SLOW_SECTIONS = (
      "limited link: time of a float16 `psum`, and how much faster echo's best is, by "
      "the bytes of a message. Under 1 echo loses.\n\n![Times as fast as a float16 "
      "psum, by message, ranks and others' traffic](network.svg)\n\nSmall messages: "
-     "up to 16 KiB nearly all of the time is latency, and echo, which has two exchanges, "
-     "loses on two and on four processes; from 256 KiB on it wins everywhere. More ranks, which share the two "
-     "cores: over limited links the gain falls; without a limit it rises, since the "
-     "exact sum slows down more."),
+     "up to 16 KiB nearly all of the time is latency, and echo, which has two "
+     "exchanges, loses in most cells; from 256 KiB on it loses in none. More ranks, "
+     "which share the two cores: over limited links the gain falls; without a limit "
+     "it rises, since the exact sum slows down more."),
     ("Sums beside other traffic", "bench_network", "network-loaded",
      "The same; datagrams of others take the stated part of every link, both ways."),
     ("A decoder over a slow network", "bench_network", "network-model",
