@@ -30,7 +30,7 @@ SLOW_SECTIONS = (
      "the bytes of a message. Under 1 echo loses.\n\n![Times as fast as a float16 "
      "psum, by message, ranks and others' traffic](network.svg)\n\nSmall messages: "
      "up to 16 KiB nearly all of the time is latency, and echo, which has two "
-     "exchanges, loses in most cells; from 256 KiB on it loses in none. More ranks, "
+     "exchanges, loses in most cells; from 256 KiB on it wins or ties. More ranks, "
      "which share the two cores: over limited links the gain falls; without a limit "
      "it rises, since the exact sum slows down more."),
     ("Sums beside other traffic", "bench_network", "network-loaded",
