@@ -14,7 +14,6 @@ import time
 from collections.abc import Iterator
 
 import benchmark_parity
-import numpy as np
 import tyro
 from benchmark_parity import EXACT
 
@@ -183,15 +182,8 @@ def main() -> None:
     settings = tyro.cli(Settings, description=__doc__)
     if settings.tiny:
         settings = shrink(settings)
-    if settings.model is None:
-        raise SystemExit("give --model: a GGUF file or a folder, or --tiny")
     start = time.perf_counter()
-    model = benchmark_parity.load_model(settings)
-    if settings.tiny:
-        tokens = np.random.default_rng(0).integers(0, model.config.vocab_size, 200)
-    else:
-        tokens = evaluation.load_questions(settings.questions)[1]["prose"]
-    windows = benchmark_parity.cut_windows(settings, tokens)
+    model, windows = benchmark_parity.open_prose(settings)
     writer = RecordWriter(settings.out)
     for block_size in settings.block_sizes:
         run_block_size(settings, model, windows, block_size, writer)

@@ -339,6 +339,24 @@ def load_model(settings) -> models.LoadedModel:
     )
 
 
+def open_prose(settings):
+    """The model, and the windows of prose to calibrate and to judge on.
+
+    With ``settings.tiny`` the tokens are drawn, not read.
+
+    Returns:
+      ``(model, (calibration windows, test windows))``.
+    """
+    if settings.model is None:
+        raise SystemExit("give --model: a GGUF file or a folder, or --tiny")
+    model = load_model(settings)
+    if settings.tiny:
+        tokens = np.random.default_rng(0).integers(0, model.config.vocab_size, 200)
+    else:
+        tokens = evaluation.load_questions(settings.questions)[1]["prose"]
+    return model, cut_windows(settings, tokens)
+
+
 def run(settings: Settings) -> None:
     if settings.model is None:
         raise SystemExit("give --model: a GGUF file or a folder, or --tiny")

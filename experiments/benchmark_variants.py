@@ -177,14 +177,7 @@ def main() -> None:
     settings = tyro.cli(Settings, description=__doc__)
     if settings.tiny:
         settings = shrink(settings)
-    if settings.model is None:
-        raise SystemExit("give --model: a GGUF file or a folder, or --tiny")
-    model = benchmark_parity.load_model(settings)
-    if settings.tiny:
-        tokens = np.random.default_rng(0).integers(0, model.config.vocab_size, 200)
-    else:
-        tokens = evaluation.load_questions(settings.questions)[1]["prose"]
-    windows = benchmark_parity.cut_windows(settings, tokens)
+    model, windows = benchmark_parity.open_prose(settings)
     run(settings, model, *windows)
 
 

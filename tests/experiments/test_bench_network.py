@@ -65,16 +65,16 @@ def names() -> list[str]:
 def test_links_have_the_rate_and_traffic_takes_its_part():
     with namespaces.network(2) as hosts:
         hosts.set_rate(80.0)
-        alone = flow(hosts, 6)
-        # What the links' buckets hold passes at once, and a receiver that a busy
-        # machine wakes late finds bytes waiting: half a megabyte of six.
-        assert 0.8 * 80 <= alone <= 1.2 * 80
+        # What may pass unlimited: the buckets at both ends, and what waits in the
+        # socket (128 KiB at first) until a busy machine wakes the receiver.
+        unlimited = (2 * namespaces.BUCKET_BYTES + (128 << 10)) / 6e6
+        assert 0.8 * 80 <= flow(hosts, 6) <= 80 / (1 - unlimited)
         hosts.set_rate(80.0, reserved=40.0)
         # What is reserved is there for all as long as nobody takes it.
         assert flow(hosts, 6) >= 0.8 * 80
         with background(hosts, 40.0):
             # A sender that is woken late leaves some of its traffic out.
-            assert 0.4 * 80 <= flow(hosts, 6) <= 0.75 * alone
+            assert 0.4 * 80 <= flow(hosts, 6) <= 0.7 * 80
         hosts.set_rate(None)
         assert flow(hosts, 20) > 2 * 80
     assert not names()
