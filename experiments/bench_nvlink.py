@@ -2,24 +2,27 @@
 
 On however many devices are there: the all-reduce alone over sizes, pieces, residual
 kinds and rotation; then time to first token and training step of a decoder of random
-weights. Correctness is checked before anything is timed. The cost of a call is the
-median over repetitions of a chain of dependent calls, divided by its length.
+weights. Large sums and the decoder also while another process takes a share of the
+links. Correctness is checked before anything is timed. The cost of a call is the median
+over repetitions of a chain of dependent calls, divided by its length.
 
     python experiments/bench_nvlink.py                 # ten minutes at most on GPUs
     python experiments/bench_nvlink.py --tiny          # on the CPU, for CI
 """
 
+import contextlib
 import dataclasses
 import os
 import pathlib
-import statistics
 import time
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import tyro
 from jax.sharding import AxisType, Mesh
+from links.traffic import LinkTraffic
 
 import echo_jax as echo
 from echo_jax import benchmark
@@ -40,13 +43,15 @@ class Settings:
     """What is measured."""
 
     sizes: tuple[int, ...] = (
-        *(MIB >> 4, MIB >> 2, MIB, 4 * MIB, 16 * MIB),
+        *(MIB >> 4, MIB >> 2, MIB, 4 * MIB, 16 * MIB, 32 * MIB),
         *(64 * MIB, 256 * MIB, 1024 * MIB, 2048 * MIB),
     )  # bytes of a rank's bfloat16 message
     seconds: float = 420.0  # after which no further measurement is begun
     pieces: tuple[int, ...] = (2, 4, 8, 16)  # that a message is cut into, besides one
     repetitions: int = 7  # of each chain; the median counts
     chain: int = 16  # dependent sums that are timed together; half of large ones
+    background: tuple[float, ...] = (0.5, 0.75, 1.0)  # of the links, besides none
+    background_from: int = 64 * MIB  # bytes of the smallest message beside traffic
     model_width: int = 4096  # of the decoder
     model_layers: int = 8
     model_lengths: tuple[int, ...] = (2048, 8192)  # tokens in a sequence
@@ -91,34 +96,79 @@ class Clock:
         return time.monotonic() > self.end
 
 
-def time_sums(settings: Settings, mesh: Mesh, writer: RecordWriter, clock: Clock):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """What every measurement needs."""
+
+    settings: Settings
+    mesh: Mesh
+    writer: RecordWriter
+    clock: Clock
+    traffic: LinkTraffic
+
+    def levels(self, message_bytes: int) -> tuple[float, ...]:
+        """Shares of the links that others take; none first."""
+        beside = message_bytes >= self.settings.background_from
+        return (0.0, *(self.settings.background if beside else ()))
+
+    @contextlib.contextmanager
+    def beside(self, share: float) -> Iterator[dict]:
+        """Others take this share; what they took is in the entries afterwards."""
+        entries = {"gpus": self.mesh.size, "background": share}
+        self.traffic.take(share)
+        time.sleep(0.1)
+        self.traffic.take(share)
+        yield entries
+        taken = self.traffic.take(0.0)
+        entries["background_bytes_per_second"] = taken.bytes_per_second
+        entries["link_bytes_per_second"] = taken.idle_bytes_per_second
+
+
+def time_sums(run: Run) -> None:
     """Every case at every size, largest messages last."""
+    settings = run.settings
     for size in settings.sizes:
-        shape, baseline = benchmark.message_shape(size // 2), None
+        if run.clock.over():
+            return
+        shape = benchmark.message_shape(size // 2)
         length = settings.chain if size <= 16 * MIB else max(1, settings.chain // 2)
-        x = benchmark.draw_message(mesh, shape, "bfloat16", length)
-        for case in cases(settings):
-            if clock.over():
-                continue
-            timed = benchmark.TimedSum(case, mesh, shape, length=length)
-            timed(x)
-            times = Times.of([timed(x) for _ in range(settings.repetitions)])
-            baseline = baseline or ("lax.psum bfloat16", times)
-            config = {
-                "gpus": mesh.size,
-                "xla_flags": os.environ.get("XLA_FLAGS", ""),
-                **benchmark.describe(case, shape, mesh.size),
-            }
-            for record in benchmark.sum_records(
-                "bench_nvlink", config, times, baseline
-            ):
-                writer.write(record)
-            ratio = baseline[1].median / times.median
-            print(
-                f"{size / MIB:9.3f} MiB {case.name:24} {1e3 * times.median:9.4f} ms "
-                f"{ratio:6.2f}x",
-                flush=True,
-            )
+        x = benchmark.draw_message(run.mesh, shape, "bfloat16", length)
+        sums = [
+            benchmark.TimedSum(case, run.mesh, shape, length=length)
+            for case in cases(settings)
+        ]
+        for timed in sums:
+            timed(x)  # compiles
+        for share in run.levels(size):
+            found = []
+            with run.beside(share) as entries:
+                for timed in sums:
+                    times = [timed(x) for _ in range(settings.repetitions)]
+                    found.append((timed.case, Times.of(times)))
+            write_sums(run, shape, entries, found)
+
+
+def write_sums(run: Run, shape, entries: dict, found: list[tuple[Case, Times]]):
+    """Times, and ratios to the first case."""
+    baseline = ("lax.psum bfloat16", found[0][1])
+    for case, times in found:
+        said = benchmark.describe(case, shape, run.mesh.size)
+        flags = os.environ.get("XLA_FLAGS", "")
+        config = {**entries, "xla_flags": flags, **said}
+        for record in benchmark.sum_records("bench_nvlink", config, times, baseline):
+            run.writer.write(record)
+        ratio = baseline[1].median / times.median
+        print(
+            f"{said['message_bytes'] / MIB:9.3f} MiB, others {_share(entries)} "
+            f"{case.name:24} {1e3 * times.median:9.4f} ms {ratio:6.2f}x",
+            flush=True,
+        )
+
+
+def _share(entries: dict) -> str:
+    """What others wanted of the links, and what they got."""
+    got = entries["background_bytes_per_second"] / entries["link_bytes_per_second"]
+    return f"{100 * entries['background']:3.0f} % (got {100 * got:3.0f} %)"
 
 
 def decoder(settings: Settings) -> DecoderConfig:
@@ -145,62 +195,70 @@ def plans() -> dict[str, echo.DepthPlan]:
     }
 
 
-def time_model(settings: Settings, mesh: Mesh, writer: RecordWriter, clock: Clock):
+def time_model(run: Run) -> None:
     """Time to first token, and of a training step, by plan and length."""
-    config = decoder(settings)
-    model = random_model(config, mesh)
-    for length in settings.model_lengths:
+    config = decoder(run.settings)
+    model = random_model(config, run.mesh)
+    for length in run.settings.model_lengths:
         tokens = jnp.asarray(
             np.random.default_rng(0).integers(0, config.vocab_size, (1, length + 1))
         )
-        baselines: dict[str, float] = {}
+        calls = {}
         for name, plan in plans().items():
-            runs = {
-                "ttft": (model.first_token(plan), tokens[:, :-1]),
-                "step": (model.training_step(plan), tokens),
-            }
-            for metric, (run, batch) in runs.items():
-                if clock.over():
-                    continue
-                jax.block_until_ready(run(model.params, batch))
-                times = []
-                for _ in range(settings.repetitions):
-                    start = time.perf_counter()
-                    jax.block_until_ready(run(model.params, batch))
-                    times.append((time.perf_counter() - start) * 1e3)
-                median = statistics.median(times)
-                baseline = baselines.setdefault(metric, median)
-                print(
-                    f"{metric} of {model.num_parameters / 1e9:.2f} B parameters "
-                    f"at {length}: {name:12}{median:9.2f} ms {baseline / median:6.2f}x",
-                    flush=True,
-                )
-                chosen = {
-                    "gpus": mesh.size,
-                    "plan": name,
-                    "parameters": model.num_parameters,
-                    "length": length,
-                    "background": 0,
-                }
-                common = {"experiment": "bench_nvlink", "config": chosen}
-                writer.write(
-                    Record(
-                        metric=f"{metric}_ms",
-                        value=median,
-                        unit="ms",
-                        spread=max(times) - min(times),
-                        **common,
-                    )
-                )
-                writer.write(
-                    Record(
-                        metric=f"{metric}_speedup",
-                        value=baseline / median,
-                        unit="1",
-                        baseline="exact",
-                        **common,
-                    )
-                )
+            calls["ttft", name] = (model.first_token(plan), tokens[:, :-1])
+            calls["step", name] = (model.training_step(plan), tokens)
+        for call, batch in calls.values():
+            if run.clock.over():
+                return
+            jax.block_until_ready(call(model.params, batch))  # compiles
+        for share in (0.0, *run.settings.background):
+            if run.clock.over():
+                return
+            found = {}
+            with run.beside(share) as entries:
+                for key, (call, batch) in calls.items():
+                    found[key] = _time(call, model.params, batch, run.settings)
+            write_model(run, model.num_parameters, length, entries, found)
+
+
+def _time(call, params, batch, settings: Settings) -> Times:
+    times = []
+    for _ in range(settings.repetitions):
+        start = time.perf_counter()
+        jax.block_until_ready(call(params, batch))
+        times.append(time.perf_counter() - start)
+    return Times.of(times)
+
+
+def write_model(run: Run, parameters: int, length: int, entries: dict, found: dict):
+    """Times, and ratios to the exact plan."""
+    for (metric, name), times in found.items():
+        ratio = found[metric, "exact"].median / times.median
+        print(
+            f"{metric} of {parameters / 1e9:.2f} B parameters at {length}, others "
+            f"{_share(entries)}: {name:12}{1e3 * times.median:9.2f} ms {ratio:6.2f}x",
+            flush=True,
+        )
+        config = {**entries, "plan": name, "parameters": parameters, "length": length}
+        common = {"experiment": "bench_nvlink", "config": config}
+        run.writer.write(
+            Record(
+                metric=f"{metric}_ms",
+                value=1e3 * times.median,
+                unit="ms",
+                spread=1e3 * (times.slowest - times.fastest),
+                **common,
+            )
+        )
+        run.writer.write(
+            Record(
+                metric=f"{metric}_speedup",
+                value=ratio,
+                unit="1",
+                baseline="exact",
+                **common,
+            )
+        )
 
 
 def main() -> None:
@@ -214,16 +272,26 @@ def main() -> None:
             repetitions=1,
             chain=2,
             pieces=(2,),
+            background=(0.5,),
+            background_from=0,
             model_width=64,
             model_layers=1,
             model_lengths=(16,),
         )
     mesh = jax.make_mesh((jax.device_count(),), (AXIS,), axis_types=(AxisType.Auto,))
-    writer, clock = RecordWriter(settings.out), Clock(settings.seconds)
     benchmark.check_cases(cases(settings), mesh)
     print(f"correct on {mesh.size} x {jax.devices()[0].device_kind}", flush=True)
-    time_sums(settings, mesh, writer, clock)
-    time_model(settings, mesh, writer, clock)
+    others = {"platform": "cpu", "copy_bytes": 1 << 16} if settings.tiny else {}
+    with LinkTraffic(mesh.size, **others) as traffic:
+        run = Run(
+            settings=settings,
+            mesh=mesh,
+            writer=RecordWriter(settings.out),
+            clock=Clock(settings.seconds),
+            traffic=traffic,
+        )
+        time_sums(run)
+        time_model(run)
 
 
 if __name__ == "__main__":

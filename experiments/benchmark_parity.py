@@ -70,13 +70,26 @@ def config_of(settings: Settings, bits: int = 4, **kinds) -> echo.EchoConfig:
     return echo.EchoConfig(format=fmt, min_bytes=0, backend=settings.backend, **kinds)
 
 
+def measure_effects(settings: Settings, calibration: np.ndarray, config):
+    """What each call's rounding does to the logits, measured in float32.
+
+    In bfloat16 the model's own rounding hides what a single call does.
+    """
+    precise = dataclasses.replace(settings, dtype="float32", precision="highest")
+    effects = models.measure_sensitivity(
+        load_model(precise), calibration, config=config
+    )
+    jax.config.update("jax_default_matmul_precision", settings.precision)
+    return effects
+
+
 def make_plans(
     settings: Settings, model: models.LoadedModel, calibration: np.ndarray
 ) -> dict[str, echo.DepthPlan]:
     """Every variant's plan; what shows most comes first."""
     uniform = echo.DepthPlan.uniform
     four = config_of(settings)
-    effects = models.measure_sensitivity(model, calibration, config=four)
+    effects = measure_effects(settings, calibration, four)
     plain = config_of(settings, rotate=False, feedback=False)
     plans = {
         "exact": EXACT,

@@ -1,0 +1,1 @@
+"""Traffic of others on the links between the devices of one host."""
