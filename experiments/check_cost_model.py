@@ -6,7 +6,8 @@ A model is fitted to a few cells of each measured grid and predicts all of them:
   from the same three sizes, with pieces where they were measured;
 - ``bench_network``: for each number of processes, three sizes without a limit and at
   400 Mbit/s. The other rates are predicted from their nominal value. What the links let
-  pass at once is not fitted but known: the token bucket that they were built with.
+  pass at once is not fitted but known: the token bucket that they were built with. So
+  is that gloo's all_to_all sends to all other ranks together.
   Idle links, in namespaces; the exact sum is that of float16.
 
 Figures over all cells have the fitted ones among them; ``held out`` has not.
@@ -188,6 +189,7 @@ def model_of(records: Sequence[dict], *, rated: bool) -> CostModel:
         dtype=first["dtype"],
         config=echo_config(first),
         burst_bytes=BUCKET_BYTES if rated else 0,
+        at_once=rated,  # gloo's exchange; of two GPUs it makes no difference
     )
 
 

@@ -39,6 +39,7 @@ def fit(
     dtype: str = "bfloat16",
     config: EchoConfig = EchoConfig(),
     burst_bytes: int = 0,
+    at_once: bool = False,
 ) -> CostModel:
     """Fits a cost model to measured times.
 
@@ -63,6 +64,7 @@ def fit(
       dtype: of the messages.
       config: of the echo calls.
       burst_bytes: of the links, see :class:`Link`; assumed, not fitted.
+      at_once: of the links, likewise.
 
     Returns:
       The model, with the fastest of the measured links.
@@ -87,9 +89,15 @@ def fit(
             "samples bytes_per_second, or set the burst of the result's link."
         )
     rate = max(s.bytes_per_second or 0.0 for s in samples) if rated else math.inf
+    link = Link(
+        latency_seconds=0.0,
+        bytes_per_second=rate,
+        burst_bytes=burst_bytes,
+        at_once=at_once,
+    )
     start = CostModel(
         ranks=ranks,
-        link=Link(latency_seconds=0.0, bytes_per_second=rate, burst_bytes=burst_bytes),
+        link=link,
         exact=ExactSpeed(),
         codec=CodecSpeed(piece_seconds=0.0, value_seconds=0.0),
         dtype=dtype,
@@ -188,7 +196,9 @@ def _fit_line(model: CostModel, samples: Sequence[Sample]) -> CostModel:
     found, _ = optimize.nnls(columns / seconds[:, None], np.ones(len(exact)))
     latency, byte_seconds = (float(figure) for figure in found)
     rate = 1 / byte_seconds if byte_seconds else math.inf
-    link = Link(latency_seconds=latency, bytes_per_second=rate)
+    link = dataclasses.replace(
+        model.link, latency_seconds=latency, bytes_per_second=rate
+    )
     return dataclasses.replace(model, link=link)
 
 

@@ -32,6 +32,9 @@ class Link:
     # Bytes that a sum can send before the rate limit applies: the token bucket of a
     # shaped link (tc tbf, most cloud machines), which refills while the link is idle.
     burst_bytes: int = 0
+    # Whether an all_to_all sends to all other ranks at once, as gloo's does, so that it
+    # waits for one latency; if not, it is charged a step for each of them.
+    at_once: bool = False
 
     def __post_init__(self):
         _check_at_least_zero(self, "latency_seconds", "burst_bytes")
@@ -39,6 +42,8 @@ class Link:
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}={getattr(self, name)} must be above 0.")
         _check_share(self, "efficiency", "stall")
+        if not isinstance(self.at_once, bool):
+            raise ValueError(f"at_once={self.at_once!r} must be a bool.")
 
     def seconds(self, sent: int | float) -> float:
         """Time for which a sum occupies the link, without latency.
@@ -127,10 +132,13 @@ class CostModel:
     :func:`echo_jax.wire_bytes` for all_to_all and all_gather.
 
     If ``exact.tree`` is set, an exact sum uses a tree where that is faster:
-    :math:`2\lceil\log_2 N\rceil` steps and :math:`2B` bytes. The exchanges of echo are
-    charged one step for each other rank, one after the other, which on many ranks
-    overestimates their time rather than underestimates it. Every sum is assumed to find
-    the whole burst available; of sums in quick succession, only the first one does.
+    :math:`2\lceil\log_2 N\rceil` steps and :math:`2B` bytes. If ``link.at_once`` is
+    set, echo waits for :math:`N` steps instead of :math:`2(N-1)`: for one in the
+    all_to_all, and for :math:`N-1` in the ring of the all_gather. If it is not, both
+    exchanges are charged one step for each other rank, one after the other, which on
+    many ranks overestimates their time rather than underestimates it. Every sum is
+    assumed to find the whole burst available; of sums in quick succession, only the
+    first one does.
 
     Example:
         >>> model = CostModel(
@@ -184,7 +192,7 @@ class CostModel:
         codec = values * self.codec.value_seconds
         exchange = sent["all_to_all"] * (1 + self.link.stall / pieces)
         wire = self.link.seconds(exchange + sent["all_gather"])
-        steps = 2 * (self.ranks - 1) * self.link.latency_seconds
+        steps = self._echo_steps() * self.link.latency_seconds
         hidden = self.codec.overlap * (1 - 1 / pieces) * min(codec, wire)
         return pieces * (self.codec.piece_seconds + steps) + codec + wire - hidden
 
@@ -225,6 +233,11 @@ class CostModel:
         adding, wire = sent * self.exact.byte_seconds, self.link.seconds(sent)
         hidden = self.exact.overlap * min(adding, wire)
         return steps * self.link.latency_seconds + wire + adding - hidden
+
+    def _echo_steps(self) -> int:
+        """Latencies that a piece waits for, one after the other."""
+        others = self.ranks - 1
+        return min(1, others) + others if self.link.at_once else 2 * others
 
     def _pieces(self, gathered: int, num_chunks: int) -> int:
         """Number of pieces of a message whose all_gather sends ``gathered`` bytes."""

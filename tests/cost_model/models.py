@@ -29,6 +29,7 @@ def models(draw) -> CostModel:
             efficiency=draw(st.floats(0.1, 1)),
             stall=draw(st.floats(0, 1)),
             burst_bytes=draw(st.sampled_from([0, 10**5, 10**7])),
+            at_once=draw(st.booleans()),
         ),
         exact=ExactSpeed(
             byte_seconds=power(-12, -8),

@@ -132,6 +132,19 @@ def test_a_tree_helps_small_messages_of_many_ranks_alone():
     assert tree.exact_seconds(1 << 30) == ring.exact_seconds(1 << 30)
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_an_exchange_at_once_waits_one_step_for_all_ranks(ranks):
+    """A ring of the exact sum has as many steps as both exchanges in turn."""
+    link = dataclasses.replace(LAN.link, at_once=True)
+    turns = dataclasses.replace(LAN, ranks=ranks)
+    once = dataclasses.replace(turns, link=link)
+    saved = max(0, ranks - 2) * link.latency_seconds
+    for pieces in (1, 4):
+        less = turns.echo_seconds(1 << 22, pieces) - once.echo_seconds(1 << 22, pieces)
+        assert less == pytest.approx(pieces * saved, abs=1e-12)
+    assert once.exact_seconds(1 << 22) == turns.exact_seconds(1 << 22)
+
+
 def test_one_rank_sends_nothing():
     alone = dataclasses.replace(LAN, ranks=1)
     assert alone.exact_seconds(1 << 20) == 0
@@ -158,6 +171,7 @@ def test_a_file_without_the_newer_figures_is_read(tmp_path):
     LAN.save(path)
     entries = json.loads(path.read_text())
     del entries["link"]["burst_bytes"], entries["exact"]["overlap"]
+    del entries["link"]["at_once"]
     path.write_text(json.dumps(entries))
     found = CostModel.load(path)
     assert found.link == LAN.link
