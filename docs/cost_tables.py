@@ -17,9 +17,11 @@ SECTIONS = (
      "alone that it was not fitted to. The winner of a cell is the exact sum or the "
      "fastest of echo's cases: of all cells, of those where the medians are a tenth "
      "apart or more (*clear*), and of those where they are further apart than the mean "
-     "of the two spreads, fastest to slowest round (*beyond spread*). Last, over the "
-     "cells, the least gain of the settings that `advise` gives for a link: 1 where it "
-     "advises the exact sum."),
+     "of the two spreads, fastest to slowest round (*beyond spread*). How far a "
+     "measurement settles the winner: of the cells that were measured twice, those in "
+     "which the exact sum and echo in one piece came out in the same order both times "
+     "(*same winner again*). Last, over the cells, the least gain of the settings that "
+     "`advise` gives for a link: 1 where it advises the exact sum."),
     ("Predicted sums over NVLink", "check_cost_model", "cost-nvlink",
      "Every measured case beside the cost model's time. The link is fitted to three "
      "sizes of the exact sum, each codec to the same three of its case (1, 64 and "
@@ -61,13 +63,14 @@ def accuracy_table(records: list[dict]) -> tuple[tuple[str, ...], Rows]:
             f"{cell['median_relative_error', 'all']['config']['count']}",
             _errors(cell),
             *(_winners(cell, of) for of in ("all", "clear", "beyond spread")),
+            _counted(cell.get(("same_winner_again", "measured twice"))),
             f"{cell['worst_advised_speedup', 'all']['value']:.2f}x",
         )
         for grid, cell in found.items()
     ]
     head = (
         *("grid", "times", "median error", "winner right, all cells"),
-        *("clear", "beyond spread", "least gain as advised"),
+        *("clear", "beyond spread", "same winner again", "least gain as advised"),
     )
     return head, rows
 
@@ -166,8 +169,12 @@ def _errors(cell: dict) -> str:
 
 
 def _winners(cell: dict, of: str) -> str:
-    """How many are right: few cells make a percentage look finer than it is."""
-    record = cell.get(("right_winner_share", of))
+    """How many are right."""
+    return _counted(cell.get(("right_winner_share", of)))
+
+
+def _counted(record: dict | None) -> str:
+    """A share as a count: few cells make a percentage look finer than it is."""
     if record is None:
         return "-"
     count = record["config"]["count"]

@@ -14,9 +14,11 @@ Figures over all cells have the fitted ones among them; ``held out`` has not.
 The winner of a cell (size, ranks, rate) is the fastest of the measured cases, exact or
 echo: of all cells, of the ``clear`` ones, where the medians are a tenth apart, and of
 those ``beyond spread``, where they are further apart than the mean of the two spreads
-(fastest to slowest round). Projections for A100 and H200 nodes rest on the assumptions
-that ``echo_jax/cost_model/projection.py`` states. Nothing is measured here, and the
-file is made anew.
+(fastest to slowest round). How far a measurement settles the winner is shown by the
+cells that were measured twice: ``same_winner_again`` is the share in which the exact
+sum and echo in one piece came out in the same order. Projections for A100 and H200
+nodes rest on the assumptions that ``echo_jax/cost_model/projection.py`` states. Nothing
+is measured here, and the file is made anew.
 
     python experiments/check_cost_model.py
     python experiments/check_cost_model.py --tiny     # for CI: few projections
@@ -107,18 +109,22 @@ Key = Callable[[dict], bool]
 
 def sums(path: pathlib.Path, wanted: Key) -> list[dict]:
     """The newest ``allreduce_ms`` of each cell and case that is wanted."""
-    newest = {}
-    for record in read_records(path) if path.exists() else []:
-        config = record["config"]
-        if record["metric"] == "allreduce_ms" and wanted(config):
-            key = (
-                config.get("processes", config.get("gpus")),
-                config.get("rate_mbit"),
-                config["message_bytes"],
-                config["case"],
-            )
-            newest[key] = record
+    newest = {(cell_of(r), r["config"]["case"]): r for r in every_sum(path, wanted)}
     return list(newest.values())
+
+
+def every_sum(path: pathlib.Path, wanted: Key) -> Iterator[dict]:
+    """Each ``allreduce_ms`` that is wanted, in the order of the file."""
+    for record in read_records(path) if path.exists() else []:
+        if record["metric"] == "allreduce_ms" and wanted(record["config"]):
+            yield record
+
+
+def cell_of(record: dict) -> tuple:
+    """Ranks, Mbit/s and bytes of a measured sum."""
+    config = record["config"]
+    ranks = config.get("processes", config.get("gpus"))
+    return ranks, config.get("rate_mbit"), config["message_bytes"]
 
 
 def sample(record: dict, *, rated: bool) -> Sample:
@@ -160,18 +166,37 @@ def nvlink(folder: pathlib.Path) -> Iterator[Row]:
         )
 
 
+def is_idle(c: dict) -> bool:
+    """Whether it is a sum over a limited link that carries nothing else."""
+    idle = c["part"] == "allreduce" and not c["background"] and not c["delay_ms"]
+    inside = c["network"] == "namespaces" and c["dtype"] == "float16"
+    return idle and inside and c["path"] in ("psum", "echo")
+
+
+def measured_again(path: pathlib.Path, wanted: Key) -> list[bool]:
+    """Of each cell that was measured twice, whether its last two winners are the same.
+
+    The winner is the exact sum or echo in one piece, which every run has measured.
+    """
+    runs = collections.defaultdict(lambda: ([], []))
+    for record in every_sum(path, wanted):
+        config = record["config"]
+        if config["num_chunks"] == 1:
+            runs[cell_of(record)][config["path"] == "echo"].append(record["value"])
+    same = []
+    for exact, echo in runs.values():
+        if min(len(exact), len(echo)) > 1:
+            same.append((exact[-1] > echo[-1]) == (exact[-2] > echo[-2]))
+    return same
+
+
 def network(folder: pathlib.Path) -> Iterator[Row]:
     """Rows of the sums over limited links: a model for each number of processes."""
-
-    def wanted(c: dict) -> bool:
-        idle = c["part"] == "allreduce" and not c["background"] and not c["delay_ms"]
-        return idle and c["network"] == "namespaces" and c["dtype"] == "float16"
 
     def is_fitted(c: dict) -> bool:
         return c["message_bytes"] in NETWORK_SIZES and c["rate_mbit"] in NETWORK_RATES
 
-    found = sums(folder / "bench_network.jsonl", wanted)
-    found = [r for r in found if r["config"]["path"] in ("psum", "echo")]
+    found = sums(folder / "bench_network.jsonl", is_idle)
     for processes in sorted({r["config"]["processes"] for r in found}):
         records = [r for r in found if r["config"]["processes"] == processes]
         try:
@@ -271,6 +296,22 @@ def judge(grid: str, rows: list[Row]) -> Iterator[Record]:
     yield new(metric="worst_advised_speedup", value=min(ratios), config=config)
 
 
+def repeated(grid: str, folder: pathlib.Path) -> Iterator[Record]:
+    """In how many cells a second measurement named the winner of the first."""
+    if grid != "bench_network":
+        return
+    if same := measured_again(folder / f"{grid}.jsonl", is_idle):
+        config = {"grid": grid, "of": "measured twice", "count": len(same)}
+        yield Record(
+            experiment="check_cost_model",
+            metric="same_winner_again",
+            value=statistics.fmean(same),
+            unit="1",
+            config=config,
+            baseline="measured before",
+        )
+
+
 def by_cell(rows: list[Row]) -> list[tuple[Row, list[Row]]]:
     """The exact sum and echo's of each cell that has both."""
     found = collections.defaultdict(list)
@@ -353,7 +394,7 @@ def main() -> None:
         if not rows:
             print(f"{grid}: not measured yet.", flush=True)
             continue
-        for record in judge(grid, rows):
+        for record in (*judge(grid, rows), *repeated(grid, settings.results)):
             writer.write(record)
             if record.metric != "predicted_ms":
                 of, count = record.config["of"], record.config["count"]

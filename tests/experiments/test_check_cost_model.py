@@ -17,7 +17,8 @@ SIZES = tuple(1 << n for n in (12, 14, 16, 18, 20, 22, 24))
 RATES = (None, 400.0, 200.0, 100.0)
 # On the links of the measured grid.
 SHAPED = dataclasses.replace(
-    LAN, link=dataclasses.replace(LAN.link, burst_bytes=check.BUCKET_BYTES)
+    LAN,
+    link=dataclasses.replace(LAN.link, burst_bytes=check.BUCKET_BYTES, at_once=True),
 )
 ECHO = {"bits": 4, "rotate": True, "residual_dtype": "bfloat16"}
 
@@ -111,6 +112,25 @@ def test_a_winner_within_the_spread_is_none_beyond_it(tmp_path):
 
     assert all(beyond(0.0))
     assert not any(beyond(2.0))
+
+
+def test_a_second_measurement_that_finds_another_winner_is_counted(tmp_path):
+    """Echo of the largest size is slow the second time; once is no repetition."""
+    path = tmp_path / "bench_network.jsonl"
+    write_network(path)
+    assert check.measured_again(path, check.is_idle) == []
+    assert not list(check.repeated("bench_network", tmp_path))
+
+    def slowed(config):
+        slow = config["path"] == "echo" and config["message_bytes"] == SIZES[-1]
+        return 50.0 if slow else 1.0
+
+    write_network(path, slowed)
+    same = check.measured_again(path, check.is_idle)
+    assert (len(same), sum(same)) == (len(SIZES) * len(RATES), 6 * len(RATES))
+    (record,) = check.repeated("bench_network", tmp_path)
+    assert record.value == pytest.approx(6 / 7)
+    assert record.config["count"] == len(same)
 
 
 def test_a_grid_that_is_not_whole_is_left_out(tmp_path, monkeypatch, capsys):
