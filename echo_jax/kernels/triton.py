@@ -204,8 +204,9 @@ def _place(chunk_blocks: int, start: int, blocks: int, payload_bytes: int):
 
 
 def _part_width(fmt: WireFormat) -> int:
-    """Values of a block in one part; no more than the block has packed bytes."""
-    return min(_PART_WIDTH, fmt.code_bytes, fmt.block_size // 2)
+    """Values of a block in one part; no more than the smallest plane has bytes."""
+    plane_bytes = fmt.block_size * min(fmt.planes) // 8
+    return min(_PART_WIDTH, plane_bytes, fmt.block_size // 2)
 
 
 def _matrix(fmt: WireFormat, exponent: int) -> jax.Array:

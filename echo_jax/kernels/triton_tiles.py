@@ -4,6 +4,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import libdevice
 
+from echo_jax.wire.format import WireFormat
+
 _SMALLEST_SCALE = tl.constexpr(2.0**-120)
 _LARGEST_FLOAT = tl.constexpr(3.4028234663852886e38)
 # The interpreter has no libdevice, and needs other code in a few places.
@@ -252,7 +254,7 @@ def load_owed(
     parts = ()
     scale = 0.0
     if KIND == "nibbles":
-        parts = _load_codes(owed, row, inside, 4, SIZE, WIDTH)
+        parts = _load_plane(owed, row, inside, 4, SIZE // 2, SIZE, WIDTH)
     elif KIND != "none":
         for part in tl.static_range(SIZE // WIDTH):
             offsets = row[:, None] * SIZE + part * WIDTH + tl.arange(0, WIDTH)[None, :]
@@ -274,7 +276,7 @@ def add_owed(values, kept, KIND: tl.constexpr):
         values = add_scaled(values, middles, scale * (1.0 / (255 - 2.0**-6)))
     elif KIND == "nibbles":
         # A level is 2 (n + 8) - 15 for the kept integer n.
-        levels = _levels(parts, 4)
+        levels = _levels(parts, (), 4)
         doubled = ()
         for part in tl.static_range(len(levels)):
             doubled += (levels[part] - (1.0 - 2.0**-6),)
@@ -344,7 +346,7 @@ def encode(
             left = _cast(left, owed.dtype.element_ty)
             tl.store(owed + offsets, left, mask=inside[:, None])
     if KIND == "nibbles":
-        _store_codes(steps, owed, row, inside, 4, SIZE, WIDTH)
+        _store_plane(steps, owed, row, inside, 4, SIZE // 2, SIZE, WIDTH)
     _store_codes(codes, body, row, inside, BITS, SIZE, WIDTH)
     tl.store(tail + row, scale.to(tl.bfloat16), mask=inside)
     if KIND == "bytes" or KIND == "nibbles":
@@ -385,17 +387,47 @@ def _store_codes(
     SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Packs the parts that share bytes and writes them."""
+    """Packs the codes of each block and writes them, one plane or two."""
     code_bytes: tl.constexpr = SIZE * BITS // 8
-    parts_per_slot: tl.constexpr = code_bytes // WIDTH
+    low: tl.constexpr = _low_bits(BITS)
+    if low == BITS:
+        _store_plane(codes, body, row, inside, BITS, code_bytes, SIZE, WIDTH)
+    else:
+        lower = ()
+        upper = ()
+        for part in tl.static_range(len(codes)):
+            lower += (codes[part] & ((1 << low) - 1),)
+            upper += (codes[part] >> low,)
+        _store_plane(lower, body, row, inside, low, code_bytes, SIZE, WIDTH)
+        body += SIZE * low // 8
+        _store_plane(upper, body, row, inside, BITS - low, code_bytes, SIZE, WIDTH)
+
+
+@triton.constexpr_function
+def _low_bits(bits):
+    """Bits of a code in the first plane of its block; all but for 3 and 6 bits."""
+    return WireFormat(bits=bits).planes[0]
+
+
+@triton.jit
+def _store_plane(
+    codes,
+    plane,
+    row,
+    inside,
+    BITS: tl.constexpr,
+    STRIDE: tl.constexpr,  # bytes from one block's plane to the next one's
+    SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Packs the parts that share bytes and writes them."""
+    parts_per_slot: tl.constexpr = SIZE * BITS // 8 // WIDTH
     for part in tl.static_range(parts_per_slot):
         packed = codes[part]
         for slot in tl.static_range(1, 8 // BITS):
             packed = packed | (codes[slot * parts_per_slot + part] << (BITS * slot))
-        offsets = (
-            row[:, None] * code_bytes + part * WIDTH + tl.arange(0, WIDTH)[None, :]
-        )
-        tl.store(body + offsets, packed.to(tl.uint8), mask=inside[:, None])
+        offsets = row[:, None] * STRIDE + part * WIDTH + tl.arange(0, WIDTH)[None, :]
+        tl.store(plane + offsets, packed.to(tl.uint8), mask=inside[:, None])
 
 
 @triton.jit
@@ -403,31 +435,58 @@ def read(
     body, tail, row, inside, BITS: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr
 ):
     """Levels ``2q + 1`` of each part, and half the scale of each block."""
-    levels = _levels(_load_codes(body, row, inside, BITS, SIZE, WIDTH), BITS)
+    code_bytes: tl.constexpr = SIZE * BITS // 8
+    low: tl.constexpr = _low_bits(BITS)
+    packed = _load_plane(body, row, inside, low, code_bytes, SIZE, WIDTH)
+    upper = ()
+    if low != BITS:
+        body += SIZE * low // 8
+        upper = _load_plane(body, row, inside, BITS - low, code_bytes, SIZE, WIDTH)
+    levels = _levels(packed, upper, BITS)
     return levels, tl.load(tail + row, mask=inside, other=0.0).to(tl.float32) * 0.5
 
 
 @triton.jit
-def _load_codes(
-    body, row, inside, BITS: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr
+def _load_plane(
+    plane,
+    row,
+    inside,
+    BITS: tl.constexpr,
+    STRIDE: tl.constexpr,
+    SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):
-    """The packed bytes of each block, in parts."""
-    code_bytes: tl.constexpr = SIZE * BITS // 8
+    """The packed bytes of a plane of each block, in parts."""
     packed = ()
-    for part in tl.static_range(code_bytes // WIDTH):
-        offsets = row[:, None] * code_bytes + part * WIDTH
+    for part in tl.static_range(SIZE * BITS // 8 // WIDTH):
+        offsets = row[:, None] * STRIDE + part * WIDTH
         offsets += tl.arange(0, WIDTH)[None, :]
-        packed += (tl.load(body + offsets, mask=inside[:, None], other=0),)
+        packed += (tl.load(plane + offsets, mask=inside[:, None], other=0),)
     return packed
 
 
 @triton.jit
-def _levels(packed, BITS: tl.constexpr):
-    """The levels of all parts, in the order of slots, from packed bytes."""
+def _levels(packed, upper, BITS: tl.constexpr):
+    """The levels of all parts, in the order of slots, from packed bytes.
+
+    ``upper`` are those of the second plane, if there is one.
+    """
+    low: tl.constexpr = _low_bits(BITS)
     levels = ()
-    for slot in tl.static_range(8 // BITS):
+    for slot in tl.static_range(8 // low):
         for part in tl.static_range(len(packed)):
-            levels += (_level(packed[part], slot, BITS),)
+            if low == BITS:
+                levels += (_level(packed[part], slot, BITS),)
+            else:
+                levels += (
+                    _level_of_planes(
+                        packed[part],
+                        upper[(slot * len(packed) + part) % len(upper)],
+                        slot,
+                        (slot * len(packed) + part) // len(upper),
+                        BITS,
+                    ),
+                )
     return levels
 
 
@@ -472,6 +531,71 @@ def _put_in_float(packed, SHIFT: tl.constexpr, MASK: tl.constexpr, BASE: tl.cons
         """,
         constraints="=r,=r,=r,=r,r",
         args=[packed],
+        dtype=tl.float32,
+        is_pure=True,
+        pack=4,
+    )
+
+
+@triton.jit
+def _level_of_planes(
+    packed,
+    upper,
+    SLOT: tl.constexpr,
+    UPPER_SLOT: tl.constexpr,
+    BITS: tl.constexpr,
+):
+    """The same as ``_level`` for a code in two planes."""
+    # The low bits are at the top of the lowest byte of the float, as in _level, and the
+    # high bits at the bottom of the byte above it, where they continue the code.
+    low: tl.constexpr = _low_bits(BITS)
+    exponent: tl.constexpr = 15 + low
+    base: tl.constexpr = (127 + exponent) << 23
+    left: tl.constexpr = 8 - low * (SLOT + 1)
+    mask: tl.constexpr = ((1 << low) - 1) << (8 - low)
+    right: tl.constexpr = (BITS - low) * UPPER_SLOT
+    upper_mask: tl.constexpr = (1 << (BITS - low)) - 1
+    if _INTERPRETED:
+        number = (packed.to(tl.int32) << left) & mask
+        number |= ((upper.to(tl.int32) >> right) & upper_mask) << 8
+        number = (number | base).to(tl.float32, bitcast=True)
+    else:
+        number = _put_both_in_float(
+            packed, upper, left, mask, right, upper_mask, base >> 16
+        )
+    middle: tl.constexpr = 2.0**exponent + (1 << (BITS - 1))
+    return tl.fma(number, 2.0, 1.0 - 2.0 * middle)
+
+
+@triton.jit
+def _put_both_in_float(
+    packed,
+    upper,
+    LEFT: tl.constexpr,
+    MASK: tl.constexpr,
+    RIGHT: tl.constexpr,
+    UPPER_MASK: tl.constexpr,
+    BASE: tl.constexpr,
+):
+    """Shifts and masks four bytes of each at once; puts pairs below BASE."""
+    return tl.inline_asm_elementwise(
+        asm=f"""
+        {{
+        .reg .b32 low, high, first, last;
+        shl.b32 low, $4, {LEFT};
+        and.b32 low, low, {MASK * 0x01010101};
+        shr.b32 high, $5, {RIGHT};
+        and.b32 high, high, {UPPER_MASK * 0x01010101};
+        prmt.b32 first, low, high, 0x5140;
+        prmt.b32 last, low, high, 0x7362;
+        prmt.b32 $0, first, {BASE}, 0x5410;
+        prmt.b32 $1, first, {BASE}, 0x5432;
+        prmt.b32 $2, last, {BASE}, 0x5410;
+        prmt.b32 $3, last, {BASE}, 0x5432;
+        }}
+        """,
+        constraints="=r,=r,=r,=r,r,r",
+        args=[packed, upper],
         dtype=tl.float32,
         is_pure=True,
         pack=4,
