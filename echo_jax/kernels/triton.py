@@ -204,9 +204,13 @@ def _place(chunk_blocks: int, start: int, blocks: int, payload_bytes: int):
 
 
 def _part_width(fmt: WireFormat) -> int:
-    """Values of a block in one part; no more than the smallest plane has bytes."""
-    plane_bytes = fmt.block_size * min(fmt.planes) // 8
-    return min(_PART_WIDTH, plane_bytes, fmt.block_size // 2)
+    """Values of a block in one part; no more than the first plane has bytes.
+
+    Nor more than the second one has, where that leaves enough for the tensor cores.
+    """
+    first, *second = (fmt.block_size * bits // 8 for bits in fmt.planes)
+    widest = max(min(second), _SMALLEST_DOT) if second else first
+    return min(_PART_WIDTH, first, widest, fmt.block_size // 2)
 
 
 def _matrix(fmt: WireFormat, exponent: int) -> jax.Array:

@@ -421,12 +421,18 @@ def _store_plane(
     WIDTH: tl.constexpr,
 ):
     """Packs the parts that share bytes and writes them."""
-    parts_per_slot: tl.constexpr = SIZE * BITS // 8 // WIDTH
+    width: tl.constexpr = min(WIDTH, SIZE * BITS // 8)
+    bits: tl.constexpr = BITS * WIDTH // width
+    parts_per_slot: tl.constexpr = SIZE * BITS // 8 // width
     for part in tl.static_range(parts_per_slot):
         packed = codes[part]
-        for slot in tl.static_range(1, 8 // BITS):
-            packed = packed | (codes[slot * parts_per_slot + part] << (BITS * slot))
-        offsets = row[:, None] * STRIDE + part * WIDTH + tl.arange(0, WIDTH)[None, :]
+        for slot in tl.static_range(1, 8 // bits):
+            packed = packed | (codes[slot * parts_per_slot + part] << (bits * slot))
+        if width < WIDTH:
+            packed = packed << _half_shifts(BITS, WIDTH)
+            packed = tl.reshape(packed, (row.shape[0], WIDTH // width, width))
+            packed = tl.sum(packed, axis=1)
+        offsets = row[:, None] * STRIDE + part * width + tl.arange(0, width)[None, :]
         tl.store(plane + offsets, packed.to(tl.uint8), mask=inside[:, None])
 
 
@@ -457,12 +463,25 @@ def _load_plane(
     WIDTH: tl.constexpr,
 ):
     """The packed bytes of a plane of each block, in parts."""
+    width: tl.constexpr = min(WIDTH, SIZE * BITS // 8)
     packed = ()
-    for part in tl.static_range(SIZE * BITS // 8 // WIDTH):
-        offsets = row[:, None] * STRIDE + part * WIDTH
-        offsets += tl.arange(0, WIDTH)[None, :]
-        packed += (tl.load(plane + offsets, mask=inside[:, None], other=0),)
+    for part in tl.static_range(SIZE * BITS // 8 // width):
+        lane = tl.arange(0, WIDTH)[None, :]
+        if width < WIDTH:
+            lane = lane % width
+        offsets = row[:, None] * STRIDE + part * width
+        offsets += lane
+        loaded = tl.load(plane + offsets, mask=inside[:, None], other=0)
+        if width < WIDTH:
+            loaded = loaded >> _half_shifts(BITS, WIDTH).to(tl.uint8)
+        packed += (loaded,)
     return packed
+
+
+@triton.jit
+def _half_shifts(BITS: tl.constexpr, WIDTH: tl.constexpr):
+    """The slot of each half of a part in a plane that is half as wide, in bits."""
+    return (BITS * (tl.arange(0, WIDTH) // (WIDTH // 2)))[None, :]
 
 
 @triton.jit
@@ -478,15 +497,7 @@ def _levels(packed, upper, BITS: tl.constexpr):
             if low == BITS:
                 levels += (_level(packed[part], slot, BITS),)
             else:
-                levels += (
-                    _level_of_planes(
-                        packed[part],
-                        upper[(slot * len(packed) + part) % len(upper)],
-                        slot,
-                        (slot * len(packed) + part) // len(upper),
-                        BITS,
-                    ),
-                )
+                levels += (_level_of_planes(packed, upper, part, slot, BITS),)
     return levels
 
 
@@ -541,8 +552,8 @@ def _put_in_float(packed, SHIFT: tl.constexpr, MASK: tl.constexpr, BASE: tl.cons
 def _level_of_planes(
     packed,
     upper,
+    PART: tl.constexpr,
     SLOT: tl.constexpr,
-    UPPER_SLOT: tl.constexpr,
     BITS: tl.constexpr,
 ):
     """The same as ``_level`` for a code in two planes."""
@@ -553,18 +564,22 @@ def _level_of_planes(
     base: tl.constexpr = (127 + exponent) << 23
     left: tl.constexpr = 8 - low * (SLOT + 1)
     mask: tl.constexpr = ((1 << low) - 1) << (8 - low)
-    right: tl.constexpr = (BITS - low) * UPPER_SLOT
+    number: tl.constexpr = SLOT * len(packed) + PART  # of the part, in its block
+    slots: tl.constexpr = 8 // low * len(packed) // len(upper)
+    right: tl.constexpr = number // len(upper) * (8 // slots)
     upper_mask: tl.constexpr = (1 << (BITS - low)) - 1
+    bottom = packed[PART]
+    top = upper[number % len(upper)]
     if _INTERPRETED:
-        number = (packed.to(tl.int32) << left) & mask
-        number |= ((upper.to(tl.int32) >> right) & upper_mask) << 8
-        number = (number | base).to(tl.float32, bitcast=True)
+        joined = (bottom.to(tl.int32) << left) & mask
+        joined |= ((top.to(tl.int32) >> right) & upper_mask) << 8
+        value = (joined | base).to(tl.float32, bitcast=True)
     else:
-        number = _put_both_in_float(
-            packed, upper, left, mask, right, upper_mask, base >> 16
+        value = _put_both_in_float(
+            bottom, top, left, mask, right, upper_mask, base >> 16
         )
     middle: tl.constexpr = 2.0**exponent + (1 << (BITS - 1))
-    return tl.fma(number, 2.0, 1.0 - 2.0 * middle)
+    return tl.fma(value, 2.0, 1.0 - 2.0 * middle)
 
 
 @triton.jit
