@@ -466,11 +466,11 @@ def _load_plane(
     width: tl.constexpr = min(WIDTH, SIZE * BITS // 8)
     packed = ()
     for part in tl.static_range(SIZE * BITS // 8 // width):
-        lane = tl.arange(0, WIDTH)[None, :]
-        if width < WIDTH:
-            lane = lane % width
         offsets = row[:, None] * STRIDE + part * width
-        offsets += lane
+        if width < WIDTH:
+            offsets += (tl.arange(0, WIDTH) % width)[None, :]
+        else:
+            offsets += tl.arange(0, WIDTH)[None, :]
         loaded = tl.load(plane + offsets, mask=inside[:, None], other=0)
         if width < WIDTH:
             loaded = loaded >> _half_shifts(BITS, WIDTH).to(tl.uint8)
