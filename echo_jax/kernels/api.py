@@ -123,7 +123,8 @@ def _check_format(backend: str, fmt: WireFormat) -> None:
     if fmt.bits not in KERNEL_BITS[backend]:
         raise ValueError(
             f"backend={backend!r} has no kernels for {fmt.bits} bits, only for "
-            f"{KERNEL_BITS[backend]}: use backend='auto' or 'xla', or one of those widths."
+            f"{KERNEL_BITS[backend]}: use backend='auto' or 'xla', or one of those "
+            "widths."
         )
 
 

@@ -121,9 +121,7 @@ def test_an_explicit_choice_never_falls_back(backend):
     with pytest.raises(ValueError, match=r"needs an NVIDIA GPU.*auto"):
         get_codec(backend, FMT)
     refused = r"no kernels for 3 bits.*\(2, 4, 8\)"
-    with pytest.raises(
-        ValueError, match="needs" if backend == "triton" else refused
-    ):
+    with pytest.raises(ValueError, match="needs" if backend == "triton" else refused):
         get_codec(backend, echo.WireFormat(bits=3))
 
 
