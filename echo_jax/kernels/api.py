@@ -120,6 +120,11 @@ def _triton_error() -> ImportError | None:
 
 
 def _check_format(backend: str, fmt: WireFormat) -> None:
+    if backend not in KERNEL_BITS:
+        raise ValueError(
+            f"backend={backend!r} is not known: choose 'auto', 'xla' or one of "
+            f"{tuple(KERNEL_BITS)}."
+        )
     if fmt.bits not in KERNEL_BITS[backend]:
         raise ValueError(
             f"backend={backend!r} has no kernels for {fmt.bits} bits, only for "
