@@ -10,11 +10,11 @@ import jax
 from echo_jax import platform
 from echo_jax.config import Backend
 from echo_jax.kernels import dispatch, xla
-from echo_jax.wire.format import WireFormat
+from echo_jax.wire.format import ALLOWED_BITS, WireFormat
 
-# Widths of code that the kernels support: those that divide a byte. The others are
+# Widths of code that a backend's kernels support. Those that do not divide a byte are
 # stored in two planes.
-KERNEL_BITS = (2, 4, 8)
+KERNEL_BITS = {"triton": ALLOWED_BITS, "pallas": (2, 4, 8)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,8 +78,9 @@ def get_codec(backend: Backend, fmt: WireFormat) -> Codec:
     if backend == "xla":
         return XLA
     if backend == "auto":
-        name = _best_kernels() if fmt.bits in KERNEL_BITS else None
-        return _with_kernels(name, elsewhere="xla") if name else XLA
+        name = _best_kernels()
+        has_kernels = name is not None and fmt.bits in KERNEL_BITS[name]
+        return _with_kernels(name, elsewhere="xla") if has_kernels else XLA
     _check_format(backend, fmt)
     _check_device(backend)
     if backend == "triton":
@@ -119,10 +120,16 @@ def _triton_error() -> ImportError | None:
 
 
 def _check_format(backend: str, fmt: WireFormat) -> None:
-    if fmt.bits not in KERNEL_BITS:
+    if backend not in KERNEL_BITS:
+        raise ValueError(
+            f"backend={backend!r} is not known: choose 'auto', 'xla' or one of "
+            f"{tuple(KERNEL_BITS)}."
+        )
+    if fmt.bits not in KERNEL_BITS[backend]:
         raise ValueError(
             f"backend={backend!r} has no kernels for {fmt.bits} bits, only for "
-            f"{KERNEL_BITS}: use backend='auto' or 'xla', or one of those widths."
+            f"{KERNEL_BITS[backend]}: use backend='auto' or 'xla', or one of those "
+            "widths."
         )
 
 

@@ -1,10 +1,12 @@
 """The kernels in Pallas' generic language, for GPUs where jax-triton is not installed.
 
 The same stages as in ``triton_kernels.py``, written for clarity rather than speed;
-Pallas' interpreter runs them on a CPU. The tile size divides the number of blocks in a
-chunk, so that nothing is masked: XLA pads partly filled blocks and the last chunk
-before the kernels run, and removes the padding afterwards. Every array has a leading
-batch axis, see :mod:`echo_jax.kernels.dispatch`.
+Pallas' interpreter runs them on a CPU. They have no codes in two planes: on a GPU an
+array of Pallas has a power of two of values, and a block has 3/8 or 3/4 as many bytes
+as values. The tile size divides the number of blocks in a chunk, so that nothing is
+masked: XLA pads partly filled blocks and the last chunk before the kernels run, and
+removes the padding afterwards. Every array has a leading batch axis, see
+:mod:`echo_jax.kernels.dispatch`.
 """
 
 import functools

@@ -38,14 +38,16 @@ class _Tuning:
 # between, and persistent programs that load ahead are faster. There are as many of them
 # as the registers have room for, since any others would start only when these are done:
 # ten of 64 threads, with up to 96 registers for each thread. Sending blocks of 32 takes
-# 128 registers, as counted in the compiled code, hence eight; this has not been timed.
+# 128 registers, as counted in the compiled code, hence eight, and 168 with six bits,
+# hence six; this has not been timed.
 _SEND = _Tuning(tile_values=1024, num_warps=2)
 _SEND_NIBBLES = _Tuning(tile_values=2048, num_warps=2)  # 16 bytes for each thread
 _REDUCE = _Tuning(tile_values=1024, num_warps=1)
 _RETURN = _Tuning(tile_values=1024, num_warps=1)
 _ROTATING = _Tuning(tile_values=2048, num_warps=2, stages=3, resident=10)
 _SEND_ROTATING_32 = dataclasses.replace(_ROTATING, resident=8)
-_SMALLEST_DOT = 16  # the fewest rows that the tensor cores take
+_SEND_ROTATING_32_IN_PLANES = dataclasses.replace(_ROTATING, resident=6)
+_SMALLEST_DOT = 16  # the fewest rows and columns that the tensor cores take
 _PART_WIDTH = 32  # see triton_kernels
 _WIDEST_ACCESS = 16  # bytes or values beyond which alignment gains nothing
 # Assumed when compiling without a GPU: a compute capability whose code all later GPUs
@@ -187,8 +189,11 @@ def _launch(
 
 
 def _send_tuning(fmt: WireFormat, residual) -> _Tuning:
+    if fmt.rotate and fmt.block_size == 32:
+        in_planes = len(fmt.planes) > 1
+        return _SEND_ROTATING_32_IN_PLANES if in_planes else _SEND_ROTATING_32
     if fmt.rotate:
-        return _SEND_ROTATING_32 if fmt.block_size == 32 else _ROTATING
+        return _ROTATING
     return _SEND_NIBBLES if _kind(residual) == "nibbles" else _SEND
 
 
@@ -204,8 +209,14 @@ def _place(chunk_blocks: int, start: int, blocks: int, payload_bytes: int):
 
 
 def _part_width(fmt: WireFormat) -> int:
-    """Values of a block in one part; no more than the block has packed bytes."""
-    return min(_PART_WIDTH, fmt.code_bytes, fmt.block_size // 2)
+    """Values of a block in one part.
+
+    No more than the block has packed bytes in its first plane; nor in the second one,
+    if those are enough for the tensor cores.
+    """
+    first, *others = (fmt.block_size * bits // 8 for bits in fmt.planes)
+    widest = [max(plane_bytes, _SMALLEST_DOT) for plane_bytes in others]
+    return min(_PART_WIDTH, first, *widest, fmt.block_size // 2)
 
 
 def _matrix(fmt: WireFormat, exponent: int) -> jax.Array:

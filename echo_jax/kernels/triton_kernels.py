@@ -10,6 +10,11 @@ operand of the tensor cores. The Hadamard matrix of a block is the Kronecker pro
 the one over its parts and the one within a part, so that the rest of the rotation adds
 and subtracts whole parts.
 
+Codes of 3 and 6 bits are in two planes, each packed like that. ``WIDTH`` is then at
+most the bytes of the second, smaller plane, but not below the 16 columns that tensor
+cores need: where that plane has half as many, a byte of it holds values from both
+halves of a part.
+
 Multiply-adds are written out as ``fma``, and the compiler does not fuse any itself.
 Every product that is fused here is exact, so that the results equal those of the
 definition, ``kernels/xla.py``.

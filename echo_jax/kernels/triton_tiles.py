@@ -4,6 +4,14 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import libdevice
 
+from echo_jax.kernels.triton_codes import (
+    levels_of,
+    load_levels,
+    load_plane,
+    store_codes,
+    store_plane,
+)
+
 _SMALLEST_SCALE = tl.constexpr(2.0**-120)
 _LARGEST_FLOAT = tl.constexpr(3.4028234663852886e38)
 # The interpreter has no libdevice, and needs other code in a few places.
@@ -252,7 +260,7 @@ def load_owed(
     parts = ()
     scale = 0.0
     if KIND == "nibbles":
-        parts = _load_codes(owed, row, inside, 4, SIZE, WIDTH)
+        parts = load_plane(owed, row, inside, 4, SIZE // 2, SIZE, WIDTH)
     elif KIND != "none":
         for part in tl.static_range(SIZE // WIDTH):
             offsets = row[:, None] * SIZE + part * WIDTH + tl.arange(0, WIDTH)[None, :]
@@ -274,7 +282,7 @@ def add_owed(values, kept, KIND: tl.constexpr):
         values = add_scaled(values, middles, scale * (1.0 / (255 - 2.0**-6)))
     elif KIND == "nibbles":
         # A level is 2 (n + 8) - 15 for the kept integer n.
-        levels = _levels(parts, 4)
+        levels = levels_of(parts, (), 4)
         doubled = ()
         for part in tl.static_range(len(levels)):
             doubled += (levels[part] - (1.0 - 2.0**-6),)
@@ -344,8 +352,8 @@ def encode(
             left = _cast(left, owed.dtype.element_ty)
             tl.store(owed + offsets, left, mask=inside[:, None])
     if KIND == "nibbles":
-        _store_codes(steps, owed, row, inside, 4, SIZE, WIDTH)
-    _store_codes(codes, body, row, inside, BITS, SIZE, WIDTH)
+        store_plane(steps, owed, row, inside, 4, SIZE // 2, SIZE, WIDTH)
+    store_codes(codes, body, row, inside, BITS, SIZE, WIDTH)
     tl.store(tail + row, scale.to(tl.bfloat16), mask=inside)
     if KIND == "bytes" or KIND == "nibbles":
         kept = tl.where(usable, scale, 0.0).to(tl.bfloat16)
@@ -376,106 +384,12 @@ def _steps(position, COUNT: tl.constexpr, OFFSET: tl.constexpr):
 
 
 @triton.jit
-def _store_codes(
-    codes,
-    body,
-    row,
-    inside,
-    BITS: tl.constexpr,
-    SIZE: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
-    """Packs the parts that share bytes and writes them."""
-    code_bytes: tl.constexpr = SIZE * BITS // 8
-    parts_per_slot: tl.constexpr = code_bytes // WIDTH
-    for part in tl.static_range(parts_per_slot):
-        packed = codes[part]
-        for slot in tl.static_range(1, 8 // BITS):
-            packed = packed | (codes[slot * parts_per_slot + part] << (BITS * slot))
-        offsets = (
-            row[:, None] * code_bytes + part * WIDTH + tl.arange(0, WIDTH)[None, :]
-        )
-        tl.store(body + offsets, packed.to(tl.uint8), mask=inside[:, None])
-
-
-@triton.jit
 def read(
     body, tail, row, inside, BITS: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr
 ):
     """Levels ``2q + 1`` of each part, and half the scale of each block."""
-    levels = _levels(_load_codes(body, row, inside, BITS, SIZE, WIDTH), BITS)
+    levels = load_levels(body, row, inside, BITS, SIZE, WIDTH)
     return levels, tl.load(tail + row, mask=inside, other=0.0).to(tl.float32) * 0.5
-
-
-@triton.jit
-def _load_codes(
-    body, row, inside, BITS: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr
-):
-    """The packed bytes of each block, in parts."""
-    code_bytes: tl.constexpr = SIZE * BITS // 8
-    packed = ()
-    for part in tl.static_range(code_bytes // WIDTH):
-        offsets = row[:, None] * code_bytes + part * WIDTH
-        offsets += tl.arange(0, WIDTH)[None, :]
-        packed += (tl.load(body + offsets, mask=inside[:, None], other=0),)
-    return packed
-
-
-@triton.jit
-def _levels(packed, BITS: tl.constexpr):
-    """The levels of all parts, in the order of slots, from packed bytes."""
-    levels = ()
-    for slot in tl.static_range(8 // BITS):
-        for part in tl.static_range(len(packed)):
-            levels += (_level(packed[part], slot, BITS),)
-    return levels
-
-
-@triton.jit
-def _level(packed, SLOT: tl.constexpr, BITS: tl.constexpr):
-    """The odd integer that the code in one slot of a byte stands for, as a float."""
-    # The code is moved to the top of its byte, and that byte becomes the lowest byte of
-    # the float 2**exponent, in which the code's lowest bit has the weight one. So no
-    # conversion from integer to float is needed.
-    exponent: tl.constexpr = 15 + BITS
-    base: tl.constexpr = (127 + exponent) << 23
-    shift: tl.constexpr = 8 - BITS * (SLOT + 1)
-    mask: tl.constexpr = ((1 << BITS) - 1) << (8 - BITS)
-    if _INTERPRETED:
-        number = (((packed.to(tl.int32) << shift) & mask) | base).to(
-            tl.float32, bitcast=True
-        )
-    else:
-        number = _put_in_float(packed, shift, mask, base)
-    middle: tl.constexpr = 2.0**exponent + (1 << (BITS - 1))
-    if BITS == 8:  # 1 - 2 * middle would have too many bits for a float
-        level = tl.fma(number - middle, 2.0, 1.0)
-    else:
-        level = tl.fma(number, 2.0, 1.0 - 2.0 * middle)
-    return level
-
-
-@triton.jit
-def _put_in_float(packed, SHIFT: tl.constexpr, MASK: tl.constexpr, BASE: tl.constexpr):
-    """Shifts and masks four bytes at once and puts each below the top bytes of BASE."""
-    return tl.inline_asm_elementwise(
-        asm=f"""
-        {{
-        .reg .b32 bytes;
-        shl.b32 bytes, $4, {SHIFT};
-        and.b32 bytes, bytes, {MASK * 0x01010101};
-        prmt.b32 $0, bytes, {BASE}, 0x7650;
-        prmt.b32 $1, bytes, {BASE}, 0x7651;
-        prmt.b32 $2, bytes, {BASE}, 0x7652;
-        prmt.b32 $3, bytes, {BASE}, 0x7653;
-        }}
-        """,
-        constraints="=r,=r,=r,=r,r",
-        args=[packed],
-        dtype=tl.float32,
-        is_pure=True,
-        pack=4,
-    )
 
 
 @triton.jit

@@ -23,5 +23,6 @@ def _load_unchecked(name: str) -> None:
 
 
 if importlib.util.find_spec("triton") is not None:
+    _load_unchecked("triton_codes")
     _load_unchecked("triton_tiles")
     _load_unchecked("triton_kernels")

@@ -15,7 +15,7 @@ from echo_jax.kernels import xla
 from echo_jax.wire import blocks as blocking
 from echo_jax.wire import compact, packing, quantizer
 from echo_jax.wire.compact import Compact, Nibbles
-from echo_jax.wire.format import WireFormat
+from echo_jax.wire.format import ALLOWED_BITS, WireFormat
 
 # Codes of values within a few units in the last place of a rounding edge may differ.
 DIFFERING_CODES = 1e-5
@@ -59,7 +59,7 @@ def _cases() -> list[Case]:
     cases = [
         Case(bits=bits, block_size=size, rotate=rotate, residual=residual)
         for (bits, size, rotate), residual in zip(
-            itertools.product((2, 4, 8), (16, 32, 64, 128, 256), (False, True)),
+            itertools.product(ALLOWED_BITS, (16, 32, 64, 128, 256), (False, True)),
             itertools.cycle(("float32", "int8", "bfloat16", "int4", None)),
             strict=False,
         )
@@ -94,6 +94,14 @@ def _cases() -> list[Case]:
                 (100, None, {"bits": 8}),
             )
         ]
+    cases += [
+        Case(bits=6, rotate=rotate, dtype="bfloat16", stream=True, **extra)
+        for extra in (
+            {"shape": (7, 1000), "residual": "int4", "block_size": 32},
+            {"shape": (5, 200), "residual": "int8", "pieces": 3},
+        )
+        for rotate in (False, True)
+    ]
     return list(dict.fromkeys(cases))
 
 

@@ -39,22 +39,22 @@ def describe(*arguments: str, script: str = "compile_ahead.py") -> dict:
 
 @needs_compiler
 @pytest.mark.parametrize(
-    ("residual_dtype", "onto"),
+    ("residual_dtype", "onto", "bits"),
     [
-        ("int8", "nothing"),
-        ("int8", "onto"),
-        ("int4", "nothing"),
-        ("bfloat16", "nothing"),
-        ("float32", "nothing"),
+        ("int8", "nothing", "4"),
+        ("int8", "onto", "6"),
+        ("int4", "nothing", "4"),
+        ("bfloat16", "nothing", "6"),
+        ("float32", "nothing", "4"),
     ],
 )
 @pytest.mark.parametrize("rotation", ["rotated", "plain"])
 @pytest.mark.parametrize("target", ["a100", "h200"])
 def test_three_launches_and_two_exchanges_of_bytes_are_all(
-    target, rotation, residual_dtype, onto
+    target, rotation, residual_dtype, onto, bits
 ):
     """Also where the sum is added to a stream: no addition comes after them."""
-    facts = describe(target, residual_dtype, rotation, "1", onto)
+    facts = describe(target, residual_dtype, rotation, "1", onto, bits)
     assert facts["codec"] == "triton on cuda, xla elsewhere"
     # Older versions of XLA split an exchange into its start and its end.
     names = [
@@ -89,7 +89,7 @@ def test_three_launches_and_two_exchanges_of_bytes_are_all(
 @pytest.mark.parametrize("target", ["a100", "h200"])
 def test_pieces_work_in_place_and_travel_while_others_are_made(target, residual_dtype):
     pieces = 4
-    facts = describe(target, residual_dtype, "rotated", str(pieces), "onto")
+    facts = describe(target, residual_dtype, "rotated", str(pieces), "onto", "4")
     names = [name for name, _ in facts["operations"]]
     assert names.count("custom-call") == 3 * pieces
     others = {name for name in names if not re.match("all-(to-all|gather)", name)}
@@ -133,7 +133,7 @@ def _compile(kernel, capability: int, constants: dict, pointers: dict):
     )
 
 
-SHARED = {"BITS": 4, "SIZE": 64, "WIDTH": 32, "ALIGN": 16, "TILE": 32}
+SHARED = {"SIZE": 64, "ALIGN": 16, "TILE": 32}
 ROWS = {"RAGGED": False, "ROW_ALIGN": 16, "ROTATE": True, "STAGES": 3}
 OWED = {"owed": "i8", "owed_scales": "bf16"}
 PLACES = {"new_owed": None, "new_owed_scales": None}
@@ -154,15 +154,16 @@ KERNELS = {
 
 
 @pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize(("bits", "width"), [(3, 16), (4, 32), (6, 16)])
 @pytest.mark.parametrize("name", KERNELS)
-def test_kernels_need_no_instruction_that_an_a100_lacks(name, capability):
+def test_kernels_need_no_instruction_that_an_a100_lacks(name, bits, width, capability):
     pytest.importorskip("triton", reason="Triton is not installed")
     from echo_jax.kernels import triton_kernels
 
     constants, pointers = KERNELS[name]
-    compiled = _compile(
-        getattr(triton_kernels, name), capability, {**SHARED, **constants}, pointers
-    )
+    constants = {"BITS": bits, "WIDTH": width, **SHARED, **constants}
+    kernel = getattr(triton_kernels, name)
+    compiled = _compile(kernel, capability, constants, pointers)
     ptx = compiled.asm["ptx"]
     assert f".target sm_{capability}" in ptx
     assert re.search(r"e4m3|e5m2|e2m1|e3m2|e2m3|ue8m0", ptx) is None
