@@ -35,11 +35,11 @@ class EchoConfig:
 
     format: WireFormat = WireFormat()  # codes, blocks, rotation
     feedback: bool = True  # add each call's rounding error to the next call's input
-    # If x has fewer bytes than this on a rank, the call is an exact psum, which
-    # includes the residual. Decided by the static shape; with 0 no call takes the exact
-    # path for its size. "auto" is 32 MiB where JAX uses GPUs, 256 KiB elsewhere.
+    # If x has fewer bytes than this on a rank, the call is lax.psum, and the residual
+    # stays as it is. Decided by the static shape; with 0 no call takes the exact path
+    # for its size. "auto" is 32 MiB where JAX uses GPUs, 256 KiB elsewhere.
     min_bytes: int | Literal["auto"] = "auto"
-    path: Path = "auto"  # "exact" takes the exact path whatever the size
+    path: Path = "auto"  # "exact": a sum at full width, which repays the residual
     # How the residual is stored between calls. "int8" and "int4" take one byte and half
     # a byte for each value and one scale for each block, stored in arrays of a float
     # dtype (see wire/compact.py).

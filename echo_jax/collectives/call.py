@@ -110,9 +110,14 @@ def unify_all(
     return x, residual, axes.to_varying(add_to, union - own)
 
 
-def feeds_back(residual: Residual | None, config: EchoConfig) -> bool:
-    """Whether the call adds the residual to its input and returns a new one."""
-    return residual is not None and config.feedback
+def pays(residual: Residual | None, config: EchoConfig, *, exactly: bool) -> bool:
+    """Whether the call adds the residual to its input and returns a new one.
+
+    A call that is only exact because it is small leaves the residual alone. Calls of
+    its size owe nothing, and adding zeros took 7 to 15 % of a small sum on two GPUs.
+    """
+    repays = config.is_exact or not exactly
+    return residual is not None and config.feedback and repays
 
 
 def name_outputs(y: AnyFloat, residual: Residual | None, name: str):

@@ -67,9 +67,11 @@ def echo_psum(
       ``(y, residual)``: the sum in ``x``'s shape and dtype, and the new residual. Bytes
       on the wire: :func:`echo_jax.wire_bytes`; worst error:
       :func:`echo_jax.error_bound`. If ``x`` is smaller than ``config.min_bytes``, the
-      call is an exact psum that includes the residual, which is zero afterwards; sum
-      and ``add_to`` are then added in x's dtype. A block that holds a NaN or an
-      infinity becomes NaN on every rank and leaves no residual.
+      call is ``lax.psum`` bit for bit and the residual is neither added nor changed; if
+      the configuration itself is exact (``config.exact()``), the sum includes the
+      residual, which is zero afterwards. In both cases sum and ``add_to`` are added in
+      x's dtype. A block that holds a NaN or an infinity becomes NaN on every rank and
+      leaves no residual.
 
     Raises:
       ValueError: for an unbound axis; an unsupported dtype; a residual made for another
@@ -151,9 +153,8 @@ def flush(
 ) -> tuple[AnyFloat, Residual | None]:
     """Exact psum of ``x`` plus the residuals of all ranks, which are zero afterwards.
 
-    Use it for the last call of a network whose output must carry no rounding error;
-    :func:`echo_psum` does the same below ``config.min_bytes``. The sum is taken in
-    ``x``'s dtype: in bfloat16 it has the error of any bfloat16 psum.
+    Use it for the last call of a network whose output must carry no rounding error. The
+    sum is taken in ``x``'s dtype: in bfloat16 it has the error of any bfloat16 psum.
 
     Sharding and gradient: those of :func:`echo_psum`.
 
@@ -177,9 +178,10 @@ def flush(
 
 
 def _all_reduce(x, residual, axis_name, config: EchoConfig, add_to=None):
-    paying = call.feeds_back(residual, config)
+    exactly = traffic.takes_exact_path(x.shape, x.dtype, config)
+    paying = call.pays(residual, config, exactly=exactly)
     owed = residual if paying else None
-    if traffic.takes_exact_path(x.shape, x.dtype, config):
+    if exactly:
         y, owed = exact.all_reduce(x, owed, axis_name, config.format)
         y = y if add_to is None else add_to + y
     else:

@@ -125,14 +125,15 @@ def echo_all_gather(
 
 def _scatter_forward(x, residual, axis_name, dimension, tiled, config):
     size = axes.axis_size(axis_name)
-    paying = call.feeds_back(residual, config)
+    exactly = traffic.takes_exact_path(x.shape, x.dtype, config)
+    paying = call.pays(residual, config, exactly=exactly)
     chunks = x
     if tiled:
         cut = (size, x.shape[dimension] // size)
         chunks = x.reshape(*x.shape[:dimension], *cut, *x.shape[dimension + 1 :])
     chunks = jnp.moveaxis(chunks, dimension, 0)
     owed = residual if paying else None
-    if traffic.takes_exact_path(x.shape, x.dtype, config):
+    if exactly:
         chunks, owed = exact.pay_sender(chunks, owed, config.format)
         y = lax.psum_scatter(chunks, axis_name, scatter_dimension=0, tiled=False)
     else:
@@ -159,9 +160,10 @@ _psum_scatter.defvjp(_psum_scatter_fwd, _psum_scatter_bwd)
 
 
 def _gather_forward(x, residual, axis_name, axis, tiled, config):
-    paying = call.feeds_back(residual, config)
+    exactly = traffic.takes_exact_path(x.shape, x.dtype, config)
+    paying = call.pays(residual, config, exactly=exactly)
     owed = residual if paying else None
-    if traffic.takes_exact_path(x.shape, x.dtype, config):
+    if exactly:
         x, owed = exact.pay_sender(x, owed, config.format)
         y = lax.all_gather(x, axis_name, axis=0, tiled=False)
     else:

@@ -1,5 +1,7 @@
 """Bytes and paths: static, exact, and said aloud."""
 
+import functools
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -92,8 +94,8 @@ def test_explanations_read_well():
     )
 
 
-def test_c08_a_small_call_is_lax_psum_bit_for_bit_and_pays_the_residual():
-    """By default a decode step of one token is exact."""
+def test_c08_a_small_call_is_lax_psum_bit_for_bit_and_leaves_the_residual():
+    """By default a decode step of one token is exact; an exact call pays as well."""
     from jax import lax
 
     large = echo.EchoConfig(min_bytes=0, residual_dtype="float32")
@@ -101,28 +103,32 @@ def test_c08_a_small_call_is_lax_psum_bit_for_bit_and_pays_the_residual():
     x = draw(0, 5, 3, 100)
 
     def body(x):
-        plain = echo.echo_psum(x, None, "tp", config=default)[0]
         zero = echo.init_residual(x, "tp", config=default)
-        clean, after_clean = echo.echo_psum(x, zero, "tp", config=default)
         y, owed = echo.echo_psum(x, zero, "tp", config=large)
-        paying, after = echo.echo_psum(x, owed, "tp", config=default)
-        scattered, _ = echo.echo_psum_scatter(
-            x, None, "tp", scatter_dimension=1, config=default
-        )
-        return plain, clean, after_clean, lax.psum(x, "tp"), y, paying, after, scattered
+        scatter = functools.partial(echo.echo_psum_scatter, scatter_dimension=1)
+        return {
+            "exact": lax.psum(x, "tp"),
+            "plain": echo.echo_psum(x, None, "tp", config=default)[0],
+            "small": echo.echo_psum(x, owed, "tp", config=default),
+            "paying": echo.echo_psum(x, owed, "tp", config=default.exact()),
+            "scattered": scatter(x, None, "tp", config=default)[0],
+            "coded": (y, owed),
+        }
 
     for mode in ("vmap", "vma"):
-        results = on_ranks(body, mode=mode)(x)
-        plain, clean, after_clean, exact, y, paying, after, scattered = results
-        np.testing.assert_array_equal(bits_of(plain), bits_of(exact))
-        np.testing.assert_array_equal(bits_of(clean), bits_of(exact))
-        for residual in (after_clean, after):
-            assert not np.asarray(residual.send).any()
-            assert not np.asarray(residual.reduce).any()
+        found = on_ranks(body, mode=mode)(x)
+        (y, owed), (small, kept) = found["coded"], found["small"]
+        for total in (found["plain"], small):
+            np.testing.assert_array_equal(bits_of(total), bits_of(found["exact"]))
+        assert np.asarray(owed.send).any()
+        jax.tree.map(np.testing.assert_array_equal, kept, owed)
+        paying, after = found["paying"]
+        assert not np.asarray(after.send).any()
+        assert not np.asarray(after.reduce).any()
         both = 2 * x.astype(np.float64).sum(axis=0)
         assert np.linalg.norm(y[0] + paying[0] - both) <= 2e-6 * np.linalg.norm(both)
-        whole = np.moveaxis(np.asarray(scattered), 0, 1).reshape(3, 100)
-        np.testing.assert_allclose(whole, exact[0], rtol=0, atol=5 * 2.0**-20)
+        whole = np.moveaxis(np.asarray(found["scattered"]), 0, 1).reshape(3, 100)
+        np.testing.assert_allclose(whole, found["exact"][0], rtol=0, atol=5 * 2.0**-20)
     assert echo.explain((3, 100), "float32", 5, default).path == "exact"
 
 
