@@ -19,7 +19,11 @@ NVLINK_SECTIONS = (
     ("Sums over NVLink", "bench_nvlink", "nvlink",
      "Two H200s of one host: time of the exact sum, and how much faster each case is. "
      "Two ranks are where few bits gain least: half of every message stays at home. "
-     "Every message went through the codec; as shipped, those under 32 MiB are exact."),
+     "As shipped, messages under 32 MiB are a psum; the other columns send every one "
+     "through the codec."),
+    ("Sums over NVLink beside other traffic", "bench_nvlink", "nvlink-loaded",
+     "The same, while another process copies between the two GPUs, both ways, and "
+     "takes the stated part of what such copies reach alone."),
     ("A decoder over NVLink", "bench_nvlink", "nvlink-model",
      "Two H200s of one host, no other traffic, random weights, default settings."),
 )  # fmt: skip
@@ -47,25 +51,55 @@ def nvlink_table(records: list[dict]) -> tuple[tuple, Rows]:
     times: dict[int, float] = {}
     ratios: dict[str, dict[int, float]] = {}
     for record in records:
-        if record["config"].get("xla_flags"):
+        config = record["config"]
+        if config.get("xla_flags") or config.get("background"):
             continue
-        size, case = (record["config"].get(key) for key in ("message_bytes", "case"))
+        size, case = (config.get(key) for key in ("message_bytes", "case"))
         if record["metric"] == "allreduce_ms" and case == "psum bf16":
             times[size] = record["value"]
         elif record["metric"] == "allreduce_speedup" and case != "psum bf16":
-            ratios.setdefault(case, {})[size] = record["value"]
+            # What is exact by its size runs the same program as the psum beside it.
+            ratio = "psum" if config["path"] == "exact" else f"{record['value']:.2f}x"
+            ratios.setdefault(case, {})[size] = ratio
     rows = [
         (
             f"{size / 2**20:,g} MiB",
             f"{times[size]:.3f}",
-            *(
-                f"{ratio[size]:.2f}x" if size in ratio else "-"
-                for ratio in ratios.values()
-            ),
+            *(ratio.get(size, "-") for ratio in ratios.values()),
         )
         for size in sorted(times)
     ]
     return ("message", "psum bf16, ms", *ratios), rows
+
+
+def nvlink_loaded_table(records: list[dict]) -> tuple[tuple, Rows]:
+    """Sums over links of which others take a part: times as fast as the exact sum."""
+    cells: dict[tuple, dict[float, str]] = {}
+    for record in records:
+        config = record["config"]
+        if "background" not in config or config.get("xla_flags"):
+            continue
+        if record["metric"] == "allreduce_ms" and config["case"] == "psum bf16":
+            text = f"{record['value']:.3f} ms"
+        elif record["metric"] == "allreduce_speedup" and config["case"] != "psum bf16":
+            text = f"{record['value']:.2f}x"
+        else:
+            continue
+        taken = config["background_bytes_per_second"] / config["link_bytes_per_second"]
+        cell = cells.setdefault((config["message_bytes"], config["case"]), {})
+        cell[round(100 * taken)] = text
+    loaded = {cell: found for cell, found in cells.items() if len(found) > 1}
+    levels = sorted({level for found in loaded.values() for level in found})
+    rows = [
+        (
+            cost_tables.size_in_words(size),
+            case,
+            *(found.get(level, "-") for level in levels),
+        )
+        for (size, case), found in loaded.items()
+    ]
+    head = (f"{level} % taken" if level else "idle" for level in levels)
+    return ("message", "case", *head), rows
 
 
 def nvlink_model_table(records: list[dict]) -> tuple[tuple, Rows]:
@@ -76,7 +110,7 @@ def nvlink_model_table(records: list[dict]) -> tuple[tuple, Rows]:
     rows = []
     for record in records:
         part = record["metric"].removesuffix("_ms")
-        if part in _MODEL_PARTS:
+        if part in _MODEL_PARTS and not record["config"].get("background"):
             config = record["config"]
             ratio = ratios.get((f"{part}_speedup", str(config)))
             rows.append(

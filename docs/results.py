@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 import benchmark_tables
 import cost_tables
 import network_tables
+import training_tables
 
 ROOT = pathlib.Path(__file__).parents[1]
 RESULTS = ROOT / "experiments" / "results"
@@ -350,6 +351,7 @@ TABLES: dict[str, Callable[[pathlib.Path], str]] = {
     "outliers": outlier_table,
     "gradient": gradient_table,
     "training": training_table,
+    "train-parity": from_records("train_parity.jsonl", training_tables.parity_table),
     "feedback-depth": feedback_depth_table,
     "benchmarks": from_records(_PARITY, benchmark_tables.plan_table),
     "benchmarks-all": from_records(
@@ -361,6 +363,7 @@ TABLES: dict[str, Callable[[pathlib.Path], str]] = {
     ),
     "kernels": kernel_table,
     "nvlink": from_records(_NVLINK, network_tables.nvlink_table),
+    "nvlink-loaded": from_records(_NVLINK, network_tables.nvlink_loaded_table),
     "nvlink-model": from_records(_NVLINK, network_tables.nvlink_model_table),
     "network": from_records(_NETWORK, network_tables.idle_table),
     "network-loaded": from_records(_NETWORK, network_tables.loaded_table),
@@ -394,6 +397,7 @@ SECTIONS = (
      "Against the exact gradient of the same trained decoder, over 8 simulated ranks."),
     ("Training", "train_seeds", "training",
      "A small decoder trained from scratch on the same text in the same order."),
+    *training_tables.SECTIONS,
     ("Harm by depth", "feedback_depth", "feedback-depth",
      "Decoders of one width. KL divergence of the logits, in nats, and held-out loss "
      "against exact sums: where an exactly trained model reads with its sums in 4 "

@@ -149,7 +149,10 @@ def echo_config(config: dict) -> EchoConfig:
 
 def nvlink(folder: pathlib.Path) -> Iterator[Row]:
     """Rows of the sums over NVLink: one link, a codec for each case."""
-    found = sums(folder / "bench_nvlink.jsonl", lambda c: not c["xla_flags"])
+    found = sums(
+        folder / "bench_nvlink.jsonl",
+        lambda c: not (c["xla_flags"] or c.get("background") or c["path"] == "exact"),
+    )
     exact = [r for r in found if r["config"]["path"] == "psum"]
     by_case = collections.defaultdict(list)
     for record in found:

@@ -110,7 +110,9 @@ class Settings:
         """Steps at which a run is compared."""
         every, last = self.steps(self.evaluate_tokens), self.target(name)
         others = self.steps(self.other_tokens)
-        return sorted({*range(every, last, every), min(others, last), last})
+        # Nothing close before the end: a few steps have no speed worth printing.
+        on_the_way = range(every, last - every // 2, every)
+        return sorted({*on_the_way, min(others, last), last})
 
     def config(self, name: str, vocab_size: int) -> TrainConfig:
         """What ``echo-jax train`` would be told."""

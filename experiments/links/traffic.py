@@ -122,13 +122,14 @@ class _Copier:
         end, flying = time.monotonic() + seconds, []
         due = time.monotonic()
         while time.monotonic() < end and not stopped.is_set():
-            if self.share == 0:
+            share = self.share  # once: another thread changes it
+            if share == 0:
                 time.sleep(0.001)
                 due = time.monotonic()
                 continue
             flying.append(self._start())
-            if self.share < 1:
-                due += self._copy_bytes / (self.share * self.full_rate)
+            if share < 1:
+                due += self._copy_bytes / (share * self.full_rate)
                 time.sleep(max(0.0, due - time.monotonic()))
                 # What could not be sent is not made up for later.
                 due = max(due, time.monotonic() - 0.01)
@@ -162,6 +163,8 @@ def _main(devices: int, copy_bytes: int) -> None:
     worker = threading.Thread(target=copier.run, args=(float("inf"), stopped))
     worker.start()
     for line in sys.stdin:
+        if not worker.is_alive():
+            sys.exit("the copies have stopped")  # its traceback is above
         answer()
         start, copier.share = time.monotonic(), float(line)
     stopped.set()
