@@ -245,11 +245,14 @@ def gradient_table(folder: pathlib.Path) -> str:
     return _table(("sums in 4 bits", "relative gradient error", "spread"), rows)
 
 
+_FEEDBACK = {"echo": "feedback", "no-feedback": "no feedback"}
+
+
 def training_table(folder: pathlib.Path) -> str:
     """Held-out loss above the exact run's, mean over seeds."""
     records = read(folder, "train_seeds.jsonl")
     newest = {
-        r["config"]["variant"]: r
+        (r["config"].get("bits", 4), r["config"]["variant"]): r
         for r in records
         if r["metric"] == "mean_heldout_gap_percent"
     }
@@ -257,15 +260,15 @@ def training_table(folder: pathlib.Path) -> str:
         return NOTHING
     rows = [
         (
-            name,
+            f"{bits} bits, {_FEEDBACK.get(variant, variant)}",
             f"{r['value']:+.2f} %",
             f"{r['spread']:.2f}",
             f"{len(r['config']['seeds'])}",
             f"{r['config']['steps']}",
         )
-        for name, r in newest.items()
+        for (bits, variant), r in sorted(newest.items(), reverse=True)
     ]
-    head = ("variant", "held-out loss above exact", "spread", "seeds", "steps")
+    head = ("sums", "held-out loss above exact", "spread", "seeds", "steps")
     return _table(head, rows)
 
 

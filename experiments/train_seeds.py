@@ -5,6 +5,7 @@ of every run, then the mean gap to the exact run and its spread over seeds. Seed
 the file holds already are not run again.
 
     python experiments/train_seeds.py            # ten minutes and more on two CPU cores
+    python experiments/train_seeds.py --variants exact echo --format.bits 3
     python experiments/train_seeds.py --tiny     # seconds, for CI
 """
 
@@ -52,6 +53,7 @@ def finished(settings: Settings) -> dict[str, dict[int, float]]:
         same = config["steps"] == settings.config.steps
         model = config.get("model")  # the means over seeds have none
         same = same and model == dataclasses.asdict(settings.config.model)
+        same = same and config["format"]["bits"] == settings.config.format.bits
         if same and record["metric"] == "heldout_gap_percent":
             gaps.setdefault(config["variant"], {})[record["seed"]] = record["value"]
     return gaps
@@ -98,6 +100,7 @@ def write_mean(settings, writer, metric: str, variant: str, values: list[float])
             config={
                 "variant": variant,
                 "seeds": list(settings.seeds),
+                "bits": settings.config.format.bits,
                 "steps": settings.config.steps,
                 "layers": settings.config.model.num_layers,
             },
