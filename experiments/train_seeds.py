@@ -5,7 +5,7 @@ of every run, then the mean gap to the exact run and its spread over seeds. Seed
 the file holds already are not run again.
 
     python experiments/train_seeds.py            # ten minutes and more on two CPU cores
-    python experiments/train_seeds.py --variants exact echo --format.bits 3
+    python experiments/train_seeds.py --variants exact echo --bits 3
     python experiments/train_seeds.py --tiny     # seconds, for CI
 """
 
