@@ -40,9 +40,10 @@ SECTIONS = (
      "SmolLM2-135M-Instruct (weights from a 4-bit GGUF file) in bfloat16 on three "
      "ranks, simulated on one H200; block 64. Whole sets without examples: accuracy "
      "with exact sums, and the difference in points, question by question, with its "
-     "standard error; a plan that was run twice has the mean of both runs. *Graded*: "
-     "the first call and the last in 8 bits, seven and one beside them in 6. Plain is "
-     "neither rotated nor repaid. On 65,536 tokens of prose: "
+     "standard error. *Graded*: the first call and the last in 8 bits, seven and one "
+     "beside them in 6. Plain is neither rotated nor repaid. *Edges* and *graded* were "
+     "run with the sum added to the stream in the pass that decodes it, the others "
+     "before that, with one more rounding to bfloat16. On 65,536 tokens of prose: "
      "KL divergence of the logits to exact, in nats, and loss above exact. Give "
      "`--model` and `--questions`, a file that `experiments/benchmark_questions.py` "
      "makes."),
@@ -72,13 +73,13 @@ def plan_table(records: list[dict], *, every_set: bool = False) -> tuple[tuple, 
 
     Without ``every_set``, only the plans that all seven sets were run with.
     """
-    cells: dict[tuple, list[dict]] = {}
+    cells: dict[tuple, dict] = {}
     for record in records:
         config = record["config"]
         if not config.get("frontier") and config.get("main", True):
             plan = (config["plan"], round(config["bits_per_value"], 2))
             key = (plan, record["metric"], config.get("task"))
-            cells.setdefault(key, []).append(record)
+            cells[key] = record
     needed = (
         ("bytes_per_token",) if every_set else ("bytes_per_token", "mean7_accuracy")
     )
@@ -97,7 +98,7 @@ def plan_table(records: list[dict], *, every_set: bool = False) -> tuple[tuple, 
             cells.get((plan, (plan[0] == "exact" and exact_metric) or metric, task))
             for plan in plans
         ]
-        return (name, *(form(_mean(runs)) if runs else "-" for runs in found))
+        return (name, *(form(record) if record else "-" for record in found))
 
     rows = [("bits a value", *(f"{bits:.2f}" for _, bits in plans))]
     rows += [row("bytes a token", lambda r: f"{r['value']:,.0f}", "bytes_per_token")]
@@ -111,18 +112,6 @@ def plan_table(records: list[dict], *, every_set: bool = False) -> tuple[tuple, 
         rows += [row("prose: perplexity", two, "perplexity")]
         rows += [row("prose: same likeliest token", two, "top1_agreement")]
     return ("", *(_PLANS[name] for name, _ in plans)), rows
-
-
-def _mean(runs: list[dict]) -> dict:
-    """One record for repeated runs: mean value, and mean spread.
-
-    The runs share their questions, so that the error by question stays what it was.
-    """
-    average = dict(runs[-1])
-    for key in ("value", "spread"):
-        if average[key] is not None:
-            average[key] = sum(run[key] for run in runs) / len(runs)
-    return average
 
 
 def _points(record: dict) -> str:
