@@ -43,7 +43,8 @@ def axis_size(axis_name: AxisName) -> int:
     except NameError as error:
         raise ValueError(
             f"axis {axis_name!r} is not bound here: call inside jax.shard_map over a "
-            "mesh that has this axis, or inside jax.vmap(..., axis_name=...)."
+            "mesh that has this axis, or inside jax.vmap(..., axis_name=...). Of "
+            "simulated ranks, take gradients inside the vmap too."
         ) from error
 
 

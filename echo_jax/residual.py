@@ -137,10 +137,14 @@ def make_layout(shape: Shape, axis_name: AxisName, config: EchoConfig) -> Layout
 
 
 def scatter_shape(shape: Shape, size: int, dimension: int, *, tiled: bool) -> Shape:
-    """The shape with ``dimension`` cut into one part for each rank, parts leading."""
+    """The shape with ``dimension`` cut into one part for each rank, parts leading.
+
+    A part that is a single number is one of one axis: no block may span two parts.
+    """
     dimension %= len(shape)
     kept = (shape[dimension] // size,) if tiled else ()
-    return (size, *shape[:dimension], *kept, *shape[dimension + 1 :])
+    part = (*shape[:dimension], *kept, *shape[dimension + 1 :])
+    return (size, *(part or (1,)))
 
 
 def check_scatter(shape: Shape, size: int, dimension: int, *, tiled: bool) -> None:
@@ -238,7 +242,9 @@ def dtype_name(part: AnyFloat | Compact) -> str:
 
 
 def _rms(part: AnyFloat | Compact) -> jax.Array:
-    return jnp.sqrt(jnp.mean(jnp.square(compact.expand(part))))
+    values = compact.expand(part)
+    # Not the mean, which of no values is NaN: an empty tensor owes nothing.
+    return jnp.sqrt(jnp.sum(jnp.square(values)) / max(1, values.size))
 
 
 def _zeros(shape: Shape, config: EchoConfig) -> AnyFloat | Compact:
@@ -250,6 +256,8 @@ def _zeros(shape: Shape, config: EchoConfig) -> AnyFloat | Compact:
 
 def _shape_of(x) -> Shape:
     """The shape of an array, or the shape itself."""
+    if isinstance(x, float):
+        return ()
     shape = x if isinstance(x, tuple | list) else getattr(x, "shape", None)
     if shape is None or not all(isinstance(n, Integral) and int(n) >= 0 for n in shape):
         raise TypeError(

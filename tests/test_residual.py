@@ -47,3 +47,16 @@ def test_norms_and_zeros():
         np.asarray(leaf).any()
         for leaf in jax.tree.leaves(residuals.zeros_like(residual))
     )
+
+
+def test_a_tensor_of_nothing_and_a_single_number_have_residuals(as_shipped):
+    def body(x):
+        empty = echo.init_residual(x[:, :0], "tp", config=CONFIG)
+        number = echo.init_residual(1.5, "tp", config=CONFIG)
+        y, _ = echo.echo_psum(1.5, number, "tp", config=CONFIG)
+        return residuals.norms(empty), y
+
+    norms, y = on_ranks(body)(draw(0, 4, 8, 128))
+    assert not any(np.asarray(norm).any() for norm in norms.values())
+    # Within half a code's step, of each rank and of the sum.
+    np.testing.assert_allclose(y, np.full(4, 6.0), rtol=2 / 15)

@@ -125,20 +125,23 @@ def echo_all_gather(
 
 def _scatter_forward(x, residual, axis_name, dimension, tiled, config):
     size = axes.axis_size(axis_name)
-    exactly = traffic.takes_exact_path(x.shape, x.dtype, config)
+    parts = scatter_shape(x.shape, size, dimension, tiled=tiled)
+    exactly = traffic.takes_exact_path(parts, x.dtype, config)
     paying = call.pays(residual, config, exactly=exactly)
     chunks = x
     if tiled:
         cut = (size, x.shape[dimension] // size)
         chunks = x.reshape(*x.shape[:dimension], *cut, *x.shape[dimension + 1 :])
     chunks = jnp.moveaxis(chunks, dimension, 0)
+    shape = chunks.shape[1:]
+    chunks = chunks.reshape(parts)
     owed = residual if paying else None
     if exactly:
         chunks, owed = exact.pay_sender(chunks, owed, config.format)
         y = lax.psum_scatter(chunks, axis_name, scatter_dimension=0, tiled=False)
     else:
         y, owed = exchange.reduce_scatter(chunks, owed, axis_name, config)
-    return y, owed if paying else residual
+    return y.reshape(shape), owed if paying else residual
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4, 5))
@@ -151,6 +154,7 @@ def _psum_scatter_fwd(x, residual, axis_name, dimension, tiled, config):
 
 
 def _psum_scatter_bwd(axis_name, dimension, tiled, config, _, cotangents):
+    axes.axis_size(axis_name)  # else JAX's own words for a gradient outside a vmap
     y_bar, residual_bar = cotangents
     x_bar = lax.all_gather(y_bar, axis_name, axis=dimension, tiled=tiled)
     return x_bar, residual_bar
@@ -185,6 +189,7 @@ def _all_gather_fwd(x, residual, axis_name, axis, tiled, config):
 
 
 def _all_gather_bwd(axis_name, axis, tiled, config, _, cotangents):
+    axes.axis_size(axis_name)  # else JAX's own words for a gradient outside a vmap
     y_bar, residual_bar = cotangents
     x_bar = lax.psum_scatter(y_bar, axis_name, scatter_dimension=axis, tiled=tiled)
     return x_bar, residual_bar

@@ -53,7 +53,10 @@ def x_bytes(shape: Shape, dtype) -> int:
 
 
 def takes_exact_path(shape: Shape, dtype, config: EchoConfig) -> bool:
-    """Whether a call on a tensor of this shape is exact."""
+    """Whether a call on a tensor of this shape is exact.
+
+    For ``psum_scatter``, the shape is that of the parts: see ``scatter_shape``.
+    """
     return _exact_reason(shape, dtype, config) is not None
 
 
@@ -71,8 +74,8 @@ def _exact_reason(shape: Shape, dtype, config: EchoConfig) -> str | None:
     if config.least_bytes and payload >= size:
         return (
             f"blocks run along the last axis, and padding them would turn the "
-            f"{size:,} B of x into {payload:,} B: let the last axis fill a block of "
-            f"{config.format.block_size} values"
+            f"{size:,} B of x into {payload:,} B: let the last axis, of a rank's part "
+            f"in a psum_scatter, fill a block of {config.format.block_size} values"
         )
     return None
 
@@ -122,15 +125,13 @@ def wire_bytes(
     """
     shape = _checked(shape, dtype, axis_size, config, verb)
     if verb == "psum_scatter":
-        check_scatter(shape, axis_size, scatter_dimension, tiled=tiled)
+        shape = _parts(shape, axis_size, scatter_dimension, tiled=tiled)
     if takes_exact_path(shape, dtype, config):
         return _exact_wire_bytes(shape, dtype, axis_size, verb)
     fmt, others = config.format, axis_size - 1
     if verb == "all_gather":
         blocks = blocking.num_blocks(shape, fmt.block_size)
         return {"all_gather": others * blocks * fmt.block_bytes}
-    if verb == "psum_scatter":
-        shape = scatter_shape(shape, axis_size, scatter_dimension, tiled=tiled)
     blocks = blocking.blocks_per_chunk(shape, fmt.block_size, axis_size)
     sent = others * blocks * fmt.block_bytes
     if verb == "psum_scatter":
@@ -170,8 +171,10 @@ def explain(
         'exact'
     """
     shape = _checked(shape, dtype, axis_size, config, verb)
-    size = x_bytes(shape, dtype)
-    reason, backend = _exact_reason(shape, dtype, config), None
+    size, laid_out = x_bytes(shape, dtype), shape
+    if verb == "psum_scatter":
+        laid_out = _parts(shape, axis_size, scatter_dimension, tiled=tiled)
+    reason, backend = _exact_reason(laid_out, dtype, config), None
     path: CallPath = "exact" if reason else "echo"
     if reason is None:
         reason = f"x has {size:,} B, at least {_min_bytes(config)}"
@@ -230,6 +233,12 @@ def _checked(shape, dtype, axis_size: int, config, verb: str) -> Shape:
     if not isinstance(axis_size, Integral) or int(axis_size) < 1:
         raise ValueError(f"axis_size={axis_size!r} must be an int of at least 1.")
     return tuple(shape)
+
+
+def _parts(shape: Shape, axis_size: int, dimension: int, *, tiled: bool) -> Shape:
+    """The shape of a ``psum_scatter``'s parts, checked."""
+    check_scatter(shape, axis_size, dimension, tiled=tiled)
+    return scatter_shape(shape, axis_size, dimension, tiled=tiled)
 
 
 def _exact_wire_bytes(shape: Shape, dtype, axis_size: int, verb: Verb):

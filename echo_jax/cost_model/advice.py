@@ -212,7 +212,14 @@ def decoder_messages(
       tokens: number of tokens of the whole batch of one tensor-parallel group.
       what: the forward pass of a prompt, or a training step, which has as many sums in
         the backward pass.
+
+    Raises:
+      ValueError: if ``what`` is neither, or for less than one token.
     """
+    if what not in ("first token", "step"):
+        raise ValueError(f"what={what!r} must be 'first token' or 'step'.")
+    if tokens < 1:
+        raise ValueError(f"tokens={tokens} must be at least 1.")
     calls = config.num_calls
     if what == "step":
         calls *= 2

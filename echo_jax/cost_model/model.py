@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import math
+import os
 import pathlib
 from typing import Any, Protocol, runtime_checkable
 
@@ -205,8 +206,9 @@ class CostModel:
         link = dataclasses.replace(self.link, bytes_per_second=bytes_per_second)
         return dataclasses.replace(self, link=link)
 
-    def save(self, path: pathlib.Path) -> None:
+    def save(self, path: str | os.PathLike) -> None:
         """Writes the model as JSON; :meth:`load` reads it."""
+        path = pathlib.Path(path)
         entries = dataclasses.asdict(self)
         if math.isinf(self.link.bytes_per_second):
             entries["link"]["bytes_per_second"] = None  # JSON has no infinity
@@ -214,14 +216,19 @@ class CostModel:
         path.write_text(json.dumps(entries, indent=2) + "\n")
 
     @classmethod
-    def load(cls, path: pathlib.Path) -> "CostModel":
+    def load(cls, path: str | os.PathLike) -> "CostModel":
         """Reads what :meth:`save` wrote.
 
         Raises:
-          ValueError: if the file holds something else.
+          ValueError: if the file cannot be read, or holds something else.
         """
         try:
-            return _from_entries(json.loads(path.read_text()))
+            return _from_entries(json.loads(pathlib.Path(path).read_text()))
+        except OSError as error:
+            raise ValueError(
+                f"{path} cannot be read ({error.strerror}): make it with echo-jax "
+                "advise --save FILE."
+            ) from error
         except (KeyError, TypeError, ValueError) as error:
             reason = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
             raise ValueError(

@@ -37,7 +37,9 @@ def quantize(
     _check_format(fmt)
     x = jnp.asarray(x)
     if x.dtype.name not in ("float32", "bfloat16", "float16"):
-        raise ValueError(f"quantize needs float32, bfloat16 or float16, got {x.dtype}.")
+        raise ValueError(
+            f"quantize needs float32, bfloat16 or float16, got {x.dtype}: cast x first."
+        )
     if x.size == 0:
         return jnp.zeros((0,), jnp.uint8)
     rows = x.reshape(blocking.row_shape(x.shape))
@@ -66,7 +68,8 @@ def dequantize(
       The tensor.
 
     Raises:
-      ValueError: if the payload has another length than shape and format imply.
+      ValueError: if the payload has another length than shape and format imply, or
+        ``dtype`` is not a float's.
 
     Example:
         >>> fmt = WireFormat(bits=4)
@@ -80,6 +83,11 @@ def dequantize(
             f"dequantize: shape {shape} in {fmt} takes a payload of {needed} uint8 "
             f"values, got {payload.dtype}{list(payload.shape)}. Use the shape and the "
             "format that quantize was called with."
+        )
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(
+            f"dequantize: dtype={dtype!r} would cut the values short: decode them as "
+            "floats and round as you wish."
         )
     if math.prod(shape) == 0:
         return jnp.zeros(shape, dtype)

@@ -208,8 +208,8 @@ def _encode(values, refs, fmt: WireFormat, blocks: int) -> None:
         left[0][...] = steps.astype(jnp.int8)
         left[1][...] = jnp.where(inverse > 0.0, scales, 0.0).astype(jnp.bfloat16)
     elif left:
-        error = values - (level + 0.5) * scales[:, None]
-        error = jnp.where(jnp.isnan(scales)[:, None], 0.0, error)
+        decoded = (level + 0.5) * scales[:, None]
+        error = jnp.where(jnp.isfinite(decoded), values - decoded, 0.0)
         left[0][...] = error.astype(left[0].dtype)
 
 

@@ -102,7 +102,7 @@ def _encode_with_feedback(values: Blocks, residual, fmt: WireFormat):
     if isinstance(residual, Compact):
         return payload, compact.compress(values, codes, scales, fmt, type(residual))
     decoded = quantizer.decode(codes, scales, fmt)
-    error = quantizer.rounding_error(values, decoded, scales)
+    error = quantizer.rounding_error(values, decoded)
     return payload, error.astype(residual.dtype)
 
 

@@ -42,7 +42,9 @@ def write_layer(
     cache: KVCache, layer: Int[Array, ""], key: AnyFloat, value: AnyFloat
 ) -> KVCache:
     """Writes keys and values of new tokens ``(batch, count, heads, dim)``."""
-    start = (layer, 0, cache.length, 0, 0)
+    # All of one dtype, which Python's numbers would not be in 64-bit mode.
+    zero = jnp.zeros_like(cache.length)
+    start = (jnp.asarray(layer, zero.dtype), zero, cache.length, zero, zero)
     return cache._replace(
         key=lax.dynamic_update_slice(cache.key, key[None], start),
         value=lax.dynamic_update_slice(cache.value, value[None], start),

@@ -141,6 +141,15 @@ def _decoder(raw: Mapping[str, Any], path: pathlib.Path) -> DecoderConfig:
     )
 
 
+_ROPE_FIGURES = {
+    "linear": ("factor",),
+    "llama3": (
+        "factor",
+        "low_freq_factor",
+        "high_freq_factor",
+        "original_max_position_embeddings",
+    ),
+}
 _SIZES = {
     "vocab_size": "vocab_size",
     "num_layers": "num_hidden_layers",
@@ -175,6 +184,9 @@ def _rope_scaling(raw: Mapping[str, Any], path: pathlib.Path) -> RopeScaling | N
     kind = raw.get("rope_type", raw.get("type", "default"))
     if kind == "default":
         return None
+    missing = [name for name in _ROPE_FIGURES.get(kind, ()) if name not in raw]
+    if missing:
+        raise ValueError(f"{path}: rope scaling {kind!r} lacks {', '.join(missing)}.")
     if kind == "linear":
         return RopeScaling(kind="linear", factor=float(raw["factor"]))
     if kind == "llama3":

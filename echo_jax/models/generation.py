@@ -1,6 +1,7 @@
 """Text generation: one prefill, then one token a sequence and step."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 
 import jax
@@ -44,10 +45,10 @@ class GenerationConfig:
             raise ValueError(
                 f"max_new_tokens={self.max_new_tokens} must be at least 1."
             )
-        if not self.temperature >= 0:
+        if not 0 <= self.temperature < math.inf:
             raise ValueError(
-                f"temperature={self.temperature} must be at least 0, which takes the "
-                "likeliest token."
+                f"temperature={self.temperature} must be finite and at least 0, which "
+                "takes the likeliest token."
             )
         if not 0 < self.top_p <= 1:
             raise ValueError(

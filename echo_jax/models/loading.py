@@ -226,7 +226,10 @@ def _open(path: pathlib.Path) -> tuple[Source, Checkpoint]:
 def _with_dtype(checkpoint: Checkpoint, dtype: str | None) -> Checkpoint:
     if dtype is None:
         return checkpoint
-    name = jnp.dtype(dtype).name
+    try:
+        name = jnp.dtype(dtype).name
+    except TypeError:  # left as it is, for DecoderConfig to refuse
+        name = str(dtype)
     decoder = dataclasses.replace(checkpoint.decoder, dtype=name, param_dtype=name)
     return dataclasses.replace(checkpoint, decoder=decoder)
 

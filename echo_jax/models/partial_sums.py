@@ -10,8 +10,6 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from echo_jax.collectives import exact
-from echo_jax.config import EchoConfig
-from echo_jax.layers import RowParallelDense
 from echo_jax.models.decoder import Decoder
 from echo_jax.models.loading import LoadedModel
 
@@ -46,37 +44,24 @@ def partial_sums(
     return jax.jit(record)(model.params, jnp.asarray(tokens))
 
 
-class _Recorder:
-    """Stands in for a block's last layer, and keeps what it is about to sum."""
-
-    def __init__(self, layer: RowParallelDense):
-        self.layer = layer
-        self.seen: Any = None
-
-    def __call__(self, x, residual, **options):
-        kernel = self.layer.kernel[...].astype(self.layer.dtype)
-        self.seen = x.astype(self.layer.dtype) @ kernel
-        return self.layer(x, residual, **options)
-
-
 def _record(
     decoder: Decoder, tokens: Int[Array, "batch length"]
 ) -> Float[Array, "calls batch length width"]:
     """This rank's partial sums."""
-    axis, config = decoder.axis_name, EchoConfig().exact()
+    axis = decoder.axis_name
     graphdef, params = nnx.split(decoder.layers)
 
     def layer(stream, params):
         module: Any = nnx.merge(graphdef, params)
-        attention, mlp = _Recorder(module.attention.out), _Recorder(module.mlp.down)
-        module.attention.out, module.mlp.down = attention, mlp
+        seen = []
         for norm, block in (
             (module.attention_norm, module.attention),
             (module.mlp_norm, module.mlp),
         ):
-            x = norm(exact.pvary(stream, axis))
-            stream, _ = block(x, None, config=config, add_to=stream)
-        return stream, jnp.stack([attention.seen, mlp.seen])
+            partial = block.partial(norm(exact.pvary(stream, axis)))
+            stream = stream + exact.psum(partial, axis)
+            seen.append(partial)
+        return stream, jnp.stack(seen)
 
     stream = exact.psum(decoder.embed(tokens), axis)
     _, seen = jax.lax.scan(layer, stream, params)

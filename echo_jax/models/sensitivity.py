@@ -41,10 +41,18 @@ def measure_sensitivity(
       The mean KL divergence to the exact logits of each call, for
       :meth:`echo_jax.DepthPlan.from_sensitivity`.
 
+    Raises:
+      ValueError: for an exact configuration, under which no call has an effect.
+
     Example:
         >>> plan = DepthPlan.from_sensitivity(measure_sensitivity(model, tokens))
         >>> plan.save("plan.json", model="SmolLM2-135M", axis_size=model.ranks)
     """
+    if config.is_exact:
+        raise ValueError(
+            "an exact configuration rounds nothing that could be measured: leave out "
+            "exact()."
+        )
     quantized = dataclasses.replace(config, min_bytes=0)
     configs, calls = (quantized.exact(), quantized), model.config.num_calls
     whole = PartitionSpec()

@@ -31,7 +31,12 @@ def stream_traffic(
     Returns:
       Bytes by collective. Sums of a few numbers a token (loss, norm scales) are left
       out.
+
+    Raises:
+      ValueError: for another direction, or a plan for another number of calls.
     """
+    if direction not in ("forward", "backward"):
+        raise ValueError(f"direction={direction!r} must be 'forward' or 'backward'.")
     plan = plan.bind(config.num_calls)
     calls = [plan.vocab, *plan]
     if direction == "backward":

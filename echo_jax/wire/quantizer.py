@@ -90,9 +90,10 @@ def decode(codes: Codes, scales: Scales, fmt: WireFormat) -> Blocks:
     return levels(codes, fmt) * (scales * 0.5)[..., None]
 
 
-def rounding_error(values: Blocks, decoded: Blocks, scales: Scales) -> Blocks:
-    """The rounding error; zero for a block that is not finite.
+def rounding_error(values: Blocks, decoded: Blocks) -> Blocks:
+    """The rounding error; zero where the decoded value is not finite.
 
-    A NaN or infinity thus does not reach later calls through the residual.
+    A NaN or infinity thus does not reach later calls through the residual. Rounding the
+    scale can also carry a value at the very end of float32's range over it.
     """
-    return jnp.where(jnp.isfinite(scales)[..., None], values - decoded, 0.0)
+    return jnp.where(jnp.isfinite(decoded), values - decoded, 0.0)

@@ -271,6 +271,20 @@ def test_c14_checkpoint_and_scan_change_nothing_but_rounding(config):
         _close(other, reference)
 
 
+@pytest.mark.parametrize(
+    "verb", [echo.echo_pvary, echo.echo_psum_scatter, echo.echo_all_gather]
+)
+def test_a_gradient_outside_of_simulated_ranks_is_refused_with_the_way_out(verb):
+    """JAX runs the gradient's rule where the axis of the vmap is not bound."""
+
+    def total(x):
+        one = lambda x: verb(x, None, "tp", config=QUANTIZED)[0]  # noqa: E731
+        return jax.vmap(one, axis_name="tp")(x).sum()
+
+    with pytest.raises(ValueError, match="take gradients inside the vmap"):
+        jax.grad(total)(draw(0, RANKS, 4, 64))
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_backward_errors_telescope_and_the_cotangent_is_what_is_owed(mode):
     """One residual, two channels: forward unused here, backward summed exactly."""

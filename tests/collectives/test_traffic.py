@@ -81,6 +81,28 @@ def test_c07_the_path_is_decided_by_static_size_alone():
     assert echo.explain((1 << 20,), "float32", 4, every.exact()).path == "exact"
 
 
+def test_a_scatter_whose_parts_are_narrow_is_exact_where_padding_costs_more():
+    """Of a block of 64 along the last axis, each of 8 ranks has 8 values."""
+    config = echo.EchoConfig(min_bytes=1)
+    shape, options = (64, 64), {"verb": "psum_scatter", "scatter_dimension": 1}
+    narrow = echo.explain(shape, "bfloat16", 8, config, **options)
+    assert narrow.path == "exact"
+    assert "padding them would turn the 8,192 B of x into 17,408 B" in narrow.reason
+    assert set(narrow.wire_bytes) == {"psum_scatter"}
+    always = echo.EchoConfig(min_bytes=0)
+    assert echo.explain(shape, "bfloat16", 8, always, **options).path == "echo"
+    assert echo.explain((64, 512), "bfloat16", 8, config, **options).path == "echo"
+    x = draw(0, 8, *shape)
+
+    def body(x):
+        return echo.echo_psum_scatter(
+            x, None, "tp", scatter_dimension=1, config=config
+        )[0]
+
+    found = np.moveaxis(np.asarray(on_ranks(body)(x)), 0, 1).reshape(shape)
+    np.testing.assert_allclose(found, x.sum(axis=0), rtol=0, atol=8 * 2.0**-20)
+
+
 def test_explanations_read_well():
     small = str(echo.explain((1, 4096), "bfloat16", 8))
     assert "exact" in small

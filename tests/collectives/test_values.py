@@ -259,6 +259,40 @@ def test_scatter_and_gather_are_their_twins_in_every_variant(mode):
             assert (np.asarray(ours) == np.asarray(ours)[0]).all()
 
 
+@pytest.mark.parametrize(
+    ("shape", "dimension", "tiled"),
+    [
+        ((4,), 0, False),
+        ((4,), 0, True),
+        ((8,), 0, True),
+        ((3, 4), -1, False),
+        ((3, 8), 1, True),
+        ((4, 0), 0, False),
+    ],
+)
+def test_an_exact_scatter_pays_every_part_what_is_owed_to_it(shape, dimension, tiled):
+    """Also where a part is a single number, or nothing."""
+    config = _config(residual_dtype="float32")
+    options = {"scatter_dimension": dimension, "tiled": tiled}
+
+    def body(first, second):
+        owed = echo.init_residual(first, "tp", config=config, **options)
+        y, owed = echo.echo_psum_scatter(first, owed, "tp", config=config, **options)
+        exact = config.exact()
+        z, owed = echo.echo_psum_scatter(second, owed, "tp", config=exact, **options)
+        total, place = first + second, dimension % first.ndim
+        twin = lax.psum_scatter(total, "tp", scatter_dimension=place, tiled=tiled)
+        return y, y + z, twin, owed.send
+
+    x = draw(0, 2, 4, *shape)
+    y, ours, twin, left = on_ranks(body)(x[0], x[1])
+    assert ours.shape == twin.shape
+    np.testing.assert_allclose(ours, twin, rtol=0, atol=4 * 64 * 2.0**-22)
+    assert not np.asarray(left).any()
+    if y.size:  # so that there was something to pay
+        assert np.abs(y - x[0].sum(axis=0).reshape(y.shape)).max(initial=0) > 1e-3
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_inputs_that_are_alike_on_all_ranks_are_inputs_like_any_other(mode):
     """JAX's batching treats them apart."""

@@ -140,8 +140,14 @@ def test_a_decoders_messages_are_those_that_it_sends():
         (lambda: advise(LAN, [Message(message_bytes=1)], margin=-1.0), "margin=-1.0"),
         (lambda: Message(message_bytes=0), "message_bytes=0"),
         (lambda: Message(message_bytes=1, calls=0), "calls=0"),
+        (lambda: decoder_messages(DecoderConfig(), tokens=0), "tokens=0"),
+        (
+            lambda: decoder_messages(DecoderConfig(), tokens=1, what="steps"),
+            "what='steps' must be 'first token' or 'step'",
+        ),
     ],
 )
+@pytest.mark.usefixtures("as_shipped")
 def test_misuse_is_refused(build, words):
     with pytest.raises(ValueError, match=words):
         build()

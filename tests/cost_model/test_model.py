@@ -178,6 +178,15 @@ def test_a_file_without_the_newer_figures_is_read(tmp_path):
     assert found.exact == ExactSpeed(byte_seconds=LAN.exact.byte_seconds)
 
 
+@pytest.mark.usefixtures("as_shipped")
+def test_a_path_may_be_text(tmp_path):
+    path = str(tmp_path / "model.json")
+    with pytest.raises(ValueError, match=r"model\.json cannot be read \(No such file"):
+        CostModel.load(path)
+    LAN.save(path)
+    assert CostModel.load(path) == LAN
+
+
 def test_what_is_no_model_says_so(tmp_path):
     path = tmp_path / "model.json"
     for text in ("nothing", "{}", "[]", '{"link": {"speed": 1}}'):

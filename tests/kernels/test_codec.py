@@ -130,6 +130,11 @@ def test_a_payload_of_another_shape_or_format_is_refused(payload, shape, as_ship
         echo_jax.dequantize(jnp.asarray(payload), shape)
 
 
+def test_values_are_not_decoded_as_integers(as_shipped):
+    with pytest.raises(ValueError, match="decode them as floats"):
+        echo_jax.dequantize(echo_jax.quantize(jnp.ones(64)), (64,), jnp.int32)
+
+
 @pytest.mark.parametrize("backend", ["triton", "pallas"])
 def test_an_explicit_backend_that_cannot_run_raises(backend):
     from echo_jax.kernels import get_codec

@@ -368,6 +368,11 @@ def spoil_rope(folder):
     return folder, "rope scaling 'yarn' is not supported"
 
 
+def spoil_rope_figures(folder):
+    edit_config(folder, rope_parameters={"rope_type": "llama3", "factor": 4.0})
+    return folder, "rope scaling 'llama3' lacks low_freq_factor, high_freq_factor"
+
+
 def spoil_quantization(folder):
     edit_config(folder, quantization_config={"quant_method": "gptq"})
     return folder, "quantized by 'gptq'"
@@ -394,6 +399,13 @@ def test_what_cannot_be_loaded_is_said_clearly(spoil, tmp_path):
     with pytest.raises(ValueError, match=words) as caught:
         models.load(path, tensor_mesh(2))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.usefixtures("as_shipped")
+@pytest.mark.parametrize("dtype", ["half-float", "int8"])
+def test_a_dtype_that_is_none(dtype):
+    with pytest.raises(ValueError, match=rf"dtype='{dtype}' must be one of"):
+        models.load(FIXTURES / "qwen3", tensor_mesh(2), dtype=dtype)
 
 
 @pytest.mark.usefixtures("as_shipped")

@@ -116,3 +116,5 @@ def test_what_cannot_be_planned(tmp_path):
         echo.DepthPlan.load(tmp_path / "cut.json")
     with pytest.raises(ValueError, match="does not know the number of calls"):
         echo.DepthPlan.edges().save(tmp_path / "x.json", model="m", axis_size=2)
+    with pytest.raises(ValueError, match="rounds nothing that could be measured"):
+        measure_sensitivity(loaded("llama", 2), np.zeros((1, 4), int), config=EXACT[0])

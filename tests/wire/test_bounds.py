@@ -27,9 +27,7 @@ def _errors(values):
     for bits in BITS:
         fmt = WireFormat(bits=bits, block_size=BLOCK, rotate=False)
         codes, scales = quantizer.encode(values, fmt)
-        left = quantizer.rounding_error(
-            values, quantizer.decode(codes, scales, fmt), scales
-        )
+        left = quantizer.rounding_error(values, quantizer.decode(codes, scales, fmt))
         out.append(jnp.where(scales > 0, jnp.abs(left).max(-1) / peak, 0.0))
     return jnp.stack(out)
 
