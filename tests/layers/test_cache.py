@@ -14,7 +14,7 @@ def test_keys_and_values_lie_in_the_slots_after_those_in_use(x64):
     with jax.enable_x64(x64):
         slots = jnp.zeros((2, 2, 8, 4, 8), jnp.float32)
         cache = KVCache(slots, slots, jnp.int32(4), jnp.zeros(2, jnp.int32))
-        for layer in (1, jnp.arange(2)[1]):
+        for layer in (jnp.int32(1), jnp.arange(2)[1]):
             written = write_layer(cache, layer, jnp.asarray(new), jnp.asarray(-new))
             wanted = np.zeros(slots.shape[1:])
             wanted[:, 4:7] = new
