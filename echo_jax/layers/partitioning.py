@@ -67,6 +67,10 @@ def split_ranks(params: Any, specs: Any, axis_name: str, ranks: int):
     Returns:
       ``(params, in_axes)`` for ``jax.vmap(..., axis_name=axis_name)``; a parameter that
       is not sharded over the axis has ``in_axes`` None and stays as it is.
+
+    Raises:
+      ValueError: if the ranks do not divide a dimension that is sharded over the axis,
+        or it is sharded over other axes too.
     """
 
     def cut(param, spec: PartitionSpec):
@@ -74,6 +78,8 @@ def split_ranks(params: Any, specs: Any, axis_name: str, ranks: int):
         if dimension is None:
             return param
         shape = param.shape
+        what = f"dimension {dimension} of shape {shape}, size"
+        check_divides(what, shape[dimension], ranks, axis_name)
         parts = (ranks, shape[dimension] // ranks)
         param = param.reshape(*shape[:dimension], *parts, *shape[dimension + 1 :])
         return jnp.moveaxis(param, dimension, 0)
@@ -143,10 +149,25 @@ def check_divides(what: str, size: int, ranks: int, axis_name: str) -> None:
         nearest = -(-size // ranks) * ranks
         raise ValueError(
             f"{what}={size} cannot be sharded over {ranks} ranks of axis "
-            f"{axis_name!r}: "
-            f"use a multiple of {ranks}, such as {nearest}, or fewer ranks."
+            f"{axis_name!r}: use a multiple of {ranks}, such as {nearest}, or fewer "
+            "ranks."
         )
 
 
 def _dimension(spec: PartitionSpec, axis_name: str) -> int | None:
-    return list(spec).index(axis_name) if axis_name in spec else None
+    """The dimension that is sharded over the axis, None for none.
+
+    Raises:
+      ValueError: for one that is sharded over other axes too.
+    """
+    for dimension, entry in enumerate(spec):
+        names = entry if isinstance(entry, tuple) else (entry,)
+        if axis_name in names:
+            if len(names) > 1:
+                raise ValueError(
+                    f"{spec} shards dimension {dimension} over {names}: of simulated "
+                    f"ranks there are those of {axis_name!r} alone; use a spec with "
+                    "one axis for each dimension."
+                )
+            return dimension
+    return None

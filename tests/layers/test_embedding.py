@@ -94,6 +94,8 @@ def test_logits_are_never_gathered():
     )
     params = modules.init(build_readout)
     compiled = run.lower(params, jnp.ones((4, 6, WIDTH))).compile()
-    for collective in hlo.collectives(compiled):
+    found = hlo.collectives(compiled)
+    assert found
+    for collective in found:
         assert collective.op == "all-reduce"
         assert collective.buffer_bytes <= 2 * 4 * labels.size
