@@ -229,7 +229,7 @@ def _with_dtype(checkpoint: Checkpoint, dtype: str | None) -> Checkpoint:
     try:
         name = jnp.dtype(dtype).name
     except TypeError:  # left as it is, for DecoderConfig to refuse
-        name = str(dtype)
+        name = dtype
     decoder = dataclasses.replace(checkpoint.decoder, dtype=name, param_dtype=name)
     return dataclasses.replace(checkpoint, decoder=decoder)
 
