@@ -165,8 +165,8 @@ def prepare_advice(command: Advise) -> Callable[[], int]:
     mesh = tensor_mesh(command.tensor_ranks, command.device, command.cluster)
     if mesh.size < 2:
         raise ValueError(
-            "1 rank has nothing to sum: use --tensor-ranks with more devices, or "
-            "--machine for one that is not here."
+            "1 rank has nothing to sum: use --tensor-ranks with more devices "
+            "(--device cpu simulates them), or --machine for one that is not here."
         )
     DepthPlan.uniform(command.config).check_backends()
     if command.save is not None and command.save.is_dir():

@@ -174,6 +174,11 @@ def _first_token_record(
 def _bench_all_reduce(command: BenchAllReduce) -> Callable[[], int]:
     """Lays out the mesh; what is returned checks the sums and times them."""
     mesh = tensor_mesh(command.tensor_ranks, command.device, command.cluster)
+    if mesh.size < 2:
+        raise ValueError(
+            "1 rank has nothing to sum: use --tensor-ranks with more devices; "
+            "--device cpu simulates them."
+        )
     DepthPlan.uniform(command.config).check_backends()
     output = Output(command.out if jax.process_index() == 0 else None)
     on_cpu = jax.devices()[0].platform == "cpu"

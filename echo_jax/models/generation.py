@@ -245,7 +245,7 @@ def _checked(
             f"a prompt is a sequence of token ids, got {prompt!r}: encode texts with "
             "load_tokenizer(path).encode(text), and give a list of prompts."
         )
-    prompt = [int(token) for token in prompt]
+    prompt = list(prompt)
     if not prompt:
         first = (checkpoint.bos_id,) if checkpoint.bos_id is not None else ()
         starts = first or checkpoint.eos_ids

@@ -120,6 +120,8 @@ def prepare_training(command: Train) -> Callable[[], int]:
     runs = prepare(config)
     with contextlib.ExitStack() as claims:
         for claimed in _folders(folder, config):
+            if claimed.exists() and not claimed.is_dir():
+                raise ValueError(f"{claimed} is a file: choose a folder.")
             claimed.mkdir(parents=True, exist_ok=True)
             claims.enter_context(Claim(claimed))
         _check_folder(folder, command)  # once more: nobody else can change it now
