@@ -15,7 +15,7 @@ def test_a_file_that_cannot_be_written_keeps_what_it_held(tmp_path, monkeypatch)
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.fsync", full)
-    with pytest.raises(OSError, match="No space left.*plan.json"):
+    with pytest.raises(OSError, match=r"No space left.*plan\.json"):
         write_text(path, "second")
     assert path.read_text() == "first"
     assert list(tmp_path.iterdir()) == [path]

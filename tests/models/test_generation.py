@@ -253,9 +253,9 @@ def test_wrong_prompts():
         generate(model, [[1, 300]])
     with pytest.raises(ValueError, match=r"193 tokens and 64 new .* the model's 256"):
         generate(model, [[1] * 193])
-    for prompts in (["text"], [[1.5]], [1, 2], np.ones((1, 2))):
+    for wrong in (["text"], [[1.5]], [1, 2], np.ones((1, 2))):
         with pytest.raises(ValueError, match="a sequence of token ids"):
-            generate(model, prompts)
+            generate(model, wrong)
     nameless = dataclasses.replace(
         model, checkpoint=dataclasses.replace(model.checkpoint, eos_ids=())
     )
