@@ -66,7 +66,8 @@ def dequantize(
       The tensor.
 
     Raises:
-      ValueError: if the payload has another length than shape and format imply.
+      ValueError: if the payload has another length than shape and format imply, or
+        the dtype is not floating-point.
 
     Example:
         >>> fmt = WireFormat(bits=4)
@@ -80,6 +81,11 @@ def dequantize(
             f"dequantize: shape {shape} in {fmt} takes a payload of {needed} uint8 "
             f"values, got {payload.dtype}{list(payload.shape)}. Use the shape and the "
             "format that quantize was called with."
+        )
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(
+            f"dequantize: dtype {jnp.dtype(dtype).name} would cut the decoded values: "
+            "take them as float32, bfloat16 or float16."
         )
     if math.prod(shape) == 0:
         return jnp.zeros(shape, dtype)

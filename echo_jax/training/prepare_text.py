@@ -259,8 +259,10 @@ def _removed_on_error(folder: pathlib.Path):
             file.unlink()
         try:
             yield
-        except BaseException:
+        except BaseException as error:
             shutil.rmtree(folder, ignore_errors=True)
+            if isinstance(error, OSError) and error.filename is None:  # a full disk
+                raise OSError(error.errno, error.strerror, str(folder)) from error
             raise
 
 

@@ -126,6 +126,8 @@ def test_refused_dtypes(dtype, as_shipped):
     ],
 )
 def test_a_payload_of_another_shape_or_format_is_refused(payload, shape, as_shipped):
+    with pytest.raises(ValueError, match=r"int8 would cut the decoded values"):
+        echo_jax.dequantize(np.zeros(34, np.uint8), (64,), "int8")
     with pytest.raises(ValueError, match=r"takes a payload of 34 uint8 values, got"):
         echo_jax.dequantize(jnp.asarray(payload), shape)
 
