@@ -1,12 +1,17 @@
 """The ``echo-jax`` command."""
 
+import contextlib
 import dataclasses
 import functools
+import io
+import os
 import sys
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
 from typing import Annotated, Literal
 
+import jax
 import tyro
 from rich.console import Console
 
@@ -86,22 +91,66 @@ def _command(defaults: Train):
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command line; returns the exit code.
 
-    0 for success, 2 for a wrong argument, 130 when Ctrl-C stopped the run; what was
-    measured until then is kept.
+    0 for success, 1 where a file could not be written or a device has no room, 2 for a
+    wrong argument, 130 when Ctrl-C stopped the run; what was measured until then is
+    kept.
     """
     try:
-        return _run(arguments)
+        code = _run(sys.argv[1:] if arguments is None else arguments)
+        sys.stdout.flush()
+        return code
     except KeyboardInterrupt:
         print("echo-jax: stopped.", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # as by `| head`: nobody reads on
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:  # a full disk, a file that is no longer there
+        print(f"echo-jax: {error}", file=sys.stderr)
+        return 1
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        first = str(error).partition("\n")[0]
+        print(f"echo-jax: the device has no room for this: {first}", file=sys.stderr)
+        return 1
 
 
-def _run(arguments: list[str] | None) -> int:
+def _parse(arguments: list[str]) -> Command:
+    """The command; what its own classes refuse is a ValueError, as everywhere else."""
+    kind = _command(saved_defaults(arguments))
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            command: Command = tyro.cli(kind, prog="echo-jax", args=arguments)
+    except SystemExit as stopped:
+        for error in _causes(stopped):
+            if isinstance(error, ValueError) and _is_ours(error):
+                raise ValueError(str(error)) from None
+        print(said.getvalue(), end="", file=sys.stderr)
+        raise
+    print(said.getvalue(), end="", file=sys.stderr)
+    return command
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """What led to an error, from it to the first."""
+    found: BaseException | None = error
+    while found is not None:
+        yield found
+        found = found.__context__
+
+
+def _is_ours(error: BaseException) -> bool:
+    """Whether it was raised in this package, not by the parser."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return frames[-1].f_globals["__name__"].startswith("echo_jax.")
+
+
+def _run(arguments: list[str]) -> int:
     """Errors of the arguments are one line; what comes later shows where."""
     try:
-        arguments = sys.argv[1:] if arguments is None else arguments
-        kind = _command(saved_defaults(arguments))
-        command: Command = tyro.cli(kind, prog="echo-jax", args=arguments)
+        command = _parse(arguments)
         if isinstance(command, Explain):
             finish = _explain(command)
         elif isinstance(command, Generate):

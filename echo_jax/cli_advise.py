@@ -30,6 +30,7 @@ from echo_jax.models.checkpoint import read_config
 from echo_jax.models.config import DecoderConfig
 from echo_jax.models.generation import bucket
 from echo_jax.models.loading import read_checkpoint
+from echo_jax.plan import DepthPlan
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -164,10 +165,13 @@ def prepare_advice(command: Advise) -> Callable[[], int]:
     mesh = tensor_mesh(command.tensor_ranks, command.device, command.cluster)
     if mesh.size < 2:
         raise ValueError(
-            "1 rank has nothing to sum: use --tensor-ranks with more devices, or "
-            "--machine for one that is not here."
+            "1 rank has nothing to sum: use --tensor-ranks with more devices "
+            "(--device cpu simulates them), or --machine for one that is not here."
         )
-    return lambda: _report(command, _measure(command, mesh, dtype), mesh.size, decoder)
+    DepthPlan.uniform(command.config).check_backends()
+    if command.save is not None and command.save.is_dir():
+        raise ValueError(f"save={command.save} is a folder: give a file.")
+    return lambda: _measure_and_report(command, mesh, dtype, decoder)
 
 
 def _decoder(path: pathlib.Path) -> DecoderConfig:
@@ -178,7 +182,7 @@ def _decoder(path: pathlib.Path) -> DecoderConfig:
 
 
 def _measure(command: Advise, mesh: Mesh, dtype: str | None) -> CostModel:
-    """Calibrates; the first process saves."""
+    """Calibrates."""
     on_cpu = jax.devices()[0].platform == "cpu"
     measured = calibrate(
         mesh,
@@ -186,10 +190,18 @@ def _measure(command: Advise, mesh: Mesh, dtype: str | None) -> CostModel:
         dtype=dtype or ("float16" if on_cpu else "bfloat16"),
         config=command.config,
     )
-    measured = _with_burst(measured, command.burst_bytes)
+    return _with_burst(measured, command.burst_bytes)
+
+
+def _measure_and_report(
+    command: Advise, mesh: Mesh, dtype: str | None, decoder: DecoderConfig | None
+) -> int:
+    """Advises first: a file that cannot be written costs no more than itself."""
+    measured = _measure(command, mesh, dtype)
+    code = _report(command, measured, mesh.size, decoder)
     if command.save is not None and jax.process_index() == 0:
         measured.save(command.save)
-    return measured
+    return code
 
 
 def _with_burst(model: CostModel, burst_bytes: int | None) -> CostModel:

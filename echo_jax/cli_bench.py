@@ -2,7 +2,7 @@
 
 import dataclasses
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Annotated, Literal
 
 import jax
@@ -14,13 +14,14 @@ from rich.table import Table
 from echo_jax import benchmark
 from echo_jax.benchmark import Case
 from echo_jax.cli_model import ModelOptions
+from echo_jax.cli_output import Output
 from echo_jax.config import EchoConfig
 from echo_jax.devices import Cluster, Device, tensor_mesh
 from echo_jax.models.generation import bucket, bytes_per_token
 from echo_jax.models.loading import LoadedModel
 from echo_jax.models.timing import Times, time_to_first_token
 from echo_jax.plan import DepthPlan
-from echo_jax.records import Record, RecordWriter
+from echo_jax.records import Record
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,8 +72,10 @@ class BenchAllReduce:
     """File that JSON lines are appended to."""
 
     def __post_init__(self):
-        if not self.sizes or min(self.sizes) < 4:
-            raise ValueError(f"sizes={self.sizes} must hold bytes, 4 or more each.")
+        if not self.sizes or not 4 <= min(self.sizes) <= max(self.sizes) <= 1 << 40:
+            raise ValueError(
+                f"sizes={self.sizes} must hold bytes, 4 or more each, a TiB at most."
+            )
         if min(self.chunks, default=0) < 1:
             raise ValueError(f"chunks={self.chunks} must hold numbers of at least 1.")
         if min(self.chain, self.repeats) < 1:
@@ -122,6 +125,9 @@ def _bench_first_token(command: BenchFirstToken) -> Callable[[], int]:
         f"ranks ({device})",
     )
     tokens = command.batch * bucket(command.length)
+    for plan in plans.values():
+        plan.check_backends()
+    output = Output(command.out)
     for name, plan in plans.items():
         times = time_to_first_token(
             model,
@@ -132,13 +138,11 @@ def _bench_first_token(command: BenchFirstToken) -> Callable[[], int]:
         )
         sent = bytes_per_token(model, plan, tokens=tokens)
         table.add_row(name, *_cells(times), f"{sent:,.0f}")
-        if command.out is not None:
-            record = _first_token_record(command, model, name, times, sent)
-            RecordWriter(command.out).write(record)
+        output.write(_first_token_record(command, model, name, times, sent))
 
     def finish() -> int:
         Console().print(table)
-        return 0
+        return output.close()
 
     return finish
 
@@ -170,6 +174,13 @@ def _first_token_record(
 def _bench_all_reduce(command: BenchAllReduce) -> Callable[[], int]:
     """Lays out the mesh; what is returned checks the sums and times them."""
     mesh = tensor_mesh(command.tensor_ranks, command.device, command.cluster)
+    if mesh.size < 2:
+        raise ValueError(
+            "1 rank has nothing to sum: use --tensor-ranks with more devices; "
+            "--device cpu simulates them."
+        )
+    DepthPlan.uniform(command.config).check_backends()
+    output = Output(command.out if jax.process_index() == 0 else None)
     on_cpu = jax.devices()[0].platform == "cpu"
     dtype = command.dtype or ("float16" if on_cpu else "bfloat16")
 
@@ -183,10 +194,12 @@ def _bench_all_reduce(command: BenchAllReduce) -> Callable[[], int]:
             f"{jax.devices()[0].device_kind}), sums right on all of them",
         )
         for size in command.sizes:
-            _time_size(command, cases, mesh, size, table)
+            times = _time_size(command, cases, mesh, size, table)
+            for record in _size_records(command, cases, mesh, size, times):
+                output.write(record)
         if jax.process_index() == 0:
             Console().print(table)
-        return 0
+        return output.close()
 
     return finish
 
@@ -206,20 +219,24 @@ def _cases(command: BenchAllReduce, dtype: str) -> list[Case]:
     ]
 
 
+def _shape(cases: list[Case], size: int) -> tuple[int, int]:
+    """Of a message of about so many bytes."""
+    itemsize = jax.numpy.dtype(cases[0].dtype).itemsize
+    return benchmark.message_shape(size // itemsize)
+
+
 def _time_size(
     command: BenchAllReduce, cases: list[Case], mesh: Mesh, size: int, table: Table
-) -> None:
-    """Every case at one size: rows of the table and, if asked for, JSON lines."""
-    itemsize = jax.numpy.dtype(cases[0].dtype).itemsize
-    shape = benchmark.message_shape(size // itemsize)
+) -> dict[str, Times]:
+    """Times of every case at one size, also as rows of the table."""
+    shape = _shape(cases, size)
     times = benchmark.time_cases(
         cases, mesh, shape, length=command.chain, repetitions=command.repeats
     )
-    baseline = (cases[0].name, times[cases[0].name])
     table.add_section()
     for case in cases:
         said = benchmark.describe(case, shape, mesh.size)
-        ratio = baseline[1].median / times[case.name].median
+        ratio = times[cases[0].name].median / times[case.name].median
         table.add_row(
             f"{said['message_bytes']:,} B",
             case.name,
@@ -227,18 +244,28 @@ def _time_size(
             *_cells(times[case.name]),
             f"{ratio:.2f}x",
         )
-        if command.out is None or jax.process_index():
-            continue
+    return times
+
+
+def _size_records(
+    command: BenchAllReduce,
+    cases: list[Case],
+    mesh: Mesh,
+    size: int,
+    times: dict[str, Times],
+) -> Iterator[Record]:
+    """The times of one size, each beside that of the exact sum."""
+    baseline = (cases[0].name, times[cases[0].name])
+    for case in cases:
         config = {
             "ranks": mesh.size,
             "processes": jax.process_count(),
             "chain": command.chain,
-            **said,
+            **benchmark.describe(case, _shape(cases, size), mesh.size),
         }
-        for record in benchmark.sum_records(
+        yield from benchmark.sum_records(
             "bench_allreduce", config, times[case.name], baseline
-        ):
-            RecordWriter(command.out).write(record)
+        )
 
 
 def _cells(times: Times) -> tuple[str, str]:

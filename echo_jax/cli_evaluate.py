@@ -10,10 +10,10 @@ from rich import progress
 from rich.console import Console
 
 from echo_jax.cli_model import ModelOptions, PlanOptions
+from echo_jax.cli_output import Output
 from echo_jax.evaluation.report import score_table, write_scores
 from echo_jax.evaluation.sets import SEVEN
 from echo_jax.models.tokenizer import load_tokenizer
-from echo_jax.records import RecordWriter
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,8 +56,6 @@ def _check(command: Evaluate) -> None:
             f"simulate_ranks={command.simulate_ranks} exclude each other: one device "
             "plays all ranks, or each rank has a device."
         )
-    if command.out is not None and command.out.is_dir():
-        raise ValueError(f"out={command.out} is a folder: give a file.")
 
 
 def prepare_evaluation(command: Evaluate) -> Callable[[], int]:
@@ -74,6 +72,7 @@ def prepare_evaluation(command: Evaluate) -> Callable[[], int]:
     tokenizer = load_tokenizer(checkpoint.model)
     mesh = checkpoint.make_mesh(simulate_ranks=simulated)
     plan = command.sums.choose(checkpoint.model, simulated or mesh.shape["tensor"])
+    output = Output(command.out)
     model = checkpoint.load(mesh, simulate_ranks=simulated)
 
     def finish() -> int:
@@ -88,16 +87,15 @@ def prepare_evaluation(command: Evaluate) -> Callable[[], int]:
             rows = evaluate_tasks(lm, tasks)
         name = command.sums.name
         Console().print(score_table(rows, model=checkpoint.model.name, plan=name))
-        if command.out is not None:
-            kinds = {
-                "plan": name,
-                "bits_per_value": plan.bind(model.config.num_calls).average_bits,
-                "ranks": model.ranks,
-                "model": checkpoint.model.name,
-                "dtype": model.config.dtype,
-            }
-            write_scores(RecordWriter(command.out), rows, kinds)
-        return 0
+        kinds = {
+            "plan": name,
+            "bits_per_value": plan.bind(model.config.num_calls).average_bits,
+            "ranks": model.ranks,
+            "model": checkpoint.model.name,
+            "dtype": model.config.dtype,
+        }
+        write_scores(output, rows, kinds)
+        return output.close()
 
     return finish
 

@@ -101,8 +101,13 @@ class PlanOptions:
 
         Raises:
           ValueError: if the file holds no plan, or one for another number of ranks or
-            of calls.
+            of calls, or a backend that is named cannot run here.
         """
+        plan = self._choose(model, ranks)
+        plan.check_backends()
+        return plan
+
+    def _choose(self, model: pathlib.Path, ranks: int) -> DepthPlan:
         if self.plan_file is not None:
             plan = DepthPlan.load(self.plan_file, axis_size=ranks)
             return plan.bind(read_checkpoint(model).decoder.num_calls)

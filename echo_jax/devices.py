@@ -136,9 +136,11 @@ def use_compilation_cache(folder: pathlib.Path) -> None:
 
     Raises:
       ValueError: if it is a file.
+      OSError: if it cannot be made.
     """
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"compilation_cache={folder} is a file: give a folder.")
+    folder.mkdir(parents=True, exist_ok=True)  # JAX would only warn, and keep nothing
     # JAX opens its cache at the first compilation and would keep to that folder.
     compilation_cache.reset_cache()
     jax.config.update("jax_compilation_cache_dir", str(folder))

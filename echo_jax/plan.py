@@ -13,6 +13,8 @@ from echo_jax.bit_budget import Sensitivity as Sensitivity
 from echo_jax.bit_budget import spend
 from echo_jax.collectives.traffic import takes_exact_path
 from echo_jax.config import EchoConfig
+from echo_jax.files import write_text
+from echo_jax.kernels.api import get_codec
 from echo_jax.typing import Shape
 from echo_jax.wire.format import WireFormat
 
@@ -233,7 +235,7 @@ class DepthPlan:
             "body": dataclasses.asdict(self.body),
             "calls": [dataclasses.asdict(config) for config in self],
         }
-        pathlib.Path(path).write_text(json.dumps(content, indent=1) + "\n")
+        write_text(pathlib.Path(path), json.dumps(content, indent=1) + "\n")
 
     @classmethod
     def load(
@@ -271,7 +273,7 @@ class DepthPlan:
                 f"{path} cannot be read ({error.strerror}): give the file that "
                 "DepthPlan.save wrote."
             ) from error
-        except (TypeError, KeyError, ValueError) as error:
+        except (TypeError, KeyError, ValueError, RecursionError) as error:
             reason = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
             raise ValueError(
                 f"{path} is not a plan that DepthPlan.save wrote: {reason.rstrip('.')}."
@@ -379,6 +381,16 @@ class DepthPlan:
         if all(takes_exact_path(shape, dtype, config) for config in configs):
             return DepthPlan.uniform(EchoConfig().exact(), num_calls=self.num_calls)
         return self
+
+    def check_backends(self) -> None:
+        """Asks for every backend that is named, before anything is computed.
+
+        Raises:
+          ValueError: if one of them cannot run here.
+        """
+        for config in self._configs():
+            if not config.is_exact:
+                get_codec(config.backend, config.format)
 
     def __len__(self) -> int:
         return self._bound_calls()

@@ -147,12 +147,18 @@ def echo_config(config: dict) -> EchoConfig:
     )
 
 
+def is_plain(config: dict) -> bool:
+    """Whether a sum over NVLink ran on idle links, without flags, and no psum as echo.
+
+    What echo leaves to psum for its size says nothing about the codec.
+    """
+    beside = config.get("background") or config["xla_flags"]
+    return not beside and config["path"] != "exact"
+
+
 def nvlink(folder: pathlib.Path) -> Iterator[Row]:
     """Rows of the sums over NVLink: one link, a codec for each case."""
-    found = sums(
-        folder / "bench_nvlink.jsonl",
-        lambda c: not (c["xla_flags"] or c.get("background") or c["path"] == "exact"),
-    )
+    found = sums(folder / "bench_nvlink.jsonl", is_plain)
     exact = [r for r in found if r["config"]["path"] == "psum"]
     by_case = collections.defaultdict(list)
     for record in found:

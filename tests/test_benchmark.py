@@ -134,6 +134,10 @@ def test_bench_allreduce_prints_a_table_and_writes_lines(tmp_path, capsys):
         (["--processes", "2"], "go with coordinator"),
         (["--coordinator", "a:1"], "needs processes"),
         (["--tensor-ranks", "99"], "99 needs as many devices"),
+        (["--sizes", str(1 << 62)], "a TiB at most"),
+        (["--tensor-ranks", "1"], "1 rank has nothing to sum"),
+        (["--tensor-ranks", "2", "--out", "."], "is a folder"),
+        (["--tensor-ranks", "2", "--backend", "pallas"], "needs an NVIDIA GPU"),
     ],
 )
 def test_bench_says_clearly_what_is_wrong(arguments, words, capsys):

@@ -10,6 +10,7 @@ import time
 import pytest
 
 from echo_jax import cli
+from echo_jax.files import Claim
 
 TINY = [
     *("--num-layers", "1", "--width", "32", "--num-heads", "4"),
@@ -55,6 +56,16 @@ def test_a_run_is_resumed_with_its_own_configuration(tmp_path):
     assert other.returncode == 2
     assert "format.bits was 4, is 3" in other.stderr
     assert "Traceback" not in other.stderr
+    elsewhere = pathlib.Path(__file__)
+    other = run("train", "--out", "r", "--resume", "--data", elsewhere, cwd=tmp_path)
+    assert other.returncode == 2
+    assert "the text is another one" in other.stderr
+    saved = json.loads((tmp_path / "r" / "config.json").read_text())
+    assert saved["data"]["path"] is None  # a refused run changes nothing
+    with Claim(tmp_path / "r"):
+        other = run("train", "--out", "r", "--resume", cwd=tmp_path)
+    assert other.returncode == 2
+    assert "another process" in other.stderr
     copy = run(
         *("train", "--config", "r/config.json", "--out", "s", "--bits", "3"),
         cwd=tmp_path,
@@ -118,14 +129,29 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path):
         (["train", "--steps-per-call", "3"], "must be a multiple"),
         (["prepare", "missing", "--out", "made"], "missing does not exist"),
         (["train", "--processes", "2"], "processes=2"),
+        (["train", "--seed", str(1 << 32)], f"seed={1 << 32} must be"),
+        (["train", "--norm-epsilon", "nan"], "norm_epsilon=nan"),
+        (["train", "--backend", "triton"], "needs an NVIDIA GPU"),
+        (["advise", "--share", "3"], "share=3.0 must lie in 0 to 1"),
+        (["prepare", "a", "--out", "b", "--vocab-size", "999999999"], "at most"),
     ],
 )
-def test_a_wrong_argument_is_one_clear_line(arguments, words, tmp_path):
-    done = run(*arguments, cwd=tmp_path)
-    assert done.returncode == 2
-    assert words in done.stderr
-    assert "Traceback" not in done.stderr
-    assert not list(pathlib.Path(tmp_path).iterdir())
+def test_a_wrong_argument_is_one_clear_line(
+    arguments, words, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(arguments) == 2
+    shown = capsys.readouterr().err.splitlines()
+    (line,) = (line for line in shown if line.strip())  # an empty bar may be there
+    assert line.startswith("echo-jax: ")
+    assert words in line
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_the_parser_refuses_is_shown_as_it_shows_it(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["train", "--steps", "many"])
+    assert "--steps" in capsys.readouterr().err
 
 
 def help_texts(output: str) -> list[str]:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from echo_jax.collectives import wire_bytes
 from echo_jax.collectives.traffic import check_dtype
 from echo_jax.config import EchoConfig
+from echo_jax.files import write_text
 from echo_jax.wire.format import WireFormat
 
 
@@ -213,7 +214,7 @@ class CostModel:
         if math.isinf(self.link.bytes_per_second):
             entries["link"]["bytes_per_second"] = None  # JSON has no infinity
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(entries, indent=2) + "\n")
+        write_text(path, json.dumps(entries, indent=2) + "\n")
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> "CostModel":
@@ -229,7 +230,7 @@ class CostModel:
                 f"{path} cannot be read ({error.strerror}): make it with echo-jax "
                 "advise --save FILE."
             ) from error
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
             reason = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
             raise ValueError(
                 f"{path} holds no cost model: {reason.rstrip('.')}. Make one with "

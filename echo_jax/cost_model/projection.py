@@ -45,9 +45,9 @@ MACHINES = {
 # Messages were measured in one piece, so that the overlap of pieces is not known.
 MEASURED = CostModel(
     ranks=2,
-    link=Link(latency_seconds=1.3e-5, bytes_per_second=450e9, efficiency=0.62),
+    link=Link(latency_seconds=1.87e-5, bytes_per_second=450e9, efficiency=0.613),
     exact=ExactSpeed(tree=True),
-    codec=CodecSpeed(piece_seconds=6.2e-5, value_seconds=3.2e-12),
+    codec=CodecSpeed(piece_seconds=8.6e-5, value_seconds=3.12e-12),
 )
 
 

@@ -19,7 +19,7 @@ import numpy as np
 
 # What a file that is cut or damaged raises, depending on where.
 _UNREADABLE = (
-    *(OSError, EOFError, ValueError, KeyError),
+    *(OSError, EOFError, ValueError, KeyError, TypeError),
     *(lzma.LZMAError, tarfile.TarError, zlib.error),
 )
 

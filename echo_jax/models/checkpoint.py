@@ -56,7 +56,7 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
     """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(
             f"{path} is not valid JSON ({error}): the file may be truncated; copy or "
             "download it again."

@@ -1,6 +1,7 @@
 """The size and kind of a decoder."""
 
 import dataclasses
+import math
 from typing import Literal
 
 import tyro
@@ -65,6 +66,11 @@ class DecoderConfig:
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} must be even for rotation.")
+        if not 0 < self.rope_theta < math.inf or not 0 <= self.norm_epsilon < math.inf:
+            raise ValueError(
+                f"rope_theta={self.rope_theta} must be above 0 and "
+                f"norm_epsilon={self.norm_epsilon} at least 0, both finite."
+            )
         for name in ("dtype", "param_dtype"):
             if getattr(self, name) not in _DTYPES:
                 raise ValueError(

@@ -41,10 +41,11 @@ class GenerationConfig:
     stop_ids: tuple[int, ...] | None = None
 
     def __post_init__(self):
-        if self.max_new_tokens < 1:
+        if type(self.max_new_tokens) is not int or self.max_new_tokens < 1:
             raise ValueError(
-                f"max_new_tokens={self.max_new_tokens} must be at least 1."
+                f"max_new_tokens={self.max_new_tokens!r} must be an int of at least 1."
             )
+        sampling.check_seed(self.seed)
         if not 0 <= self.temperature < math.inf:
             raise ValueError(
                 f"temperature={self.temperature} must be finite and at least 0, which "
@@ -100,7 +101,7 @@ def generate(
     Example:
         >>> generate(model, [[9707, 1879]], config=GenerationConfig(max_new_tokens=8))
     """
-    if not prompts:
+    if not len(prompts):
         return []
     prompts = check_prompts(model, prompts, config)
     stop = model.checkpoint.eos_ids if config.stop_ids is None else config.stop_ids
@@ -238,7 +239,14 @@ def _checked(
     model: LoadedModel, prompt: Sequence[int], config: GenerationConfig
 ) -> list[int]:
     """The prompt, not empty, of known tokens, with room for the new ones."""
-    prompt, checkpoint = list(prompt), model.checkpoint
+    checkpoint = model.checkpoint
+    is_ids = not isinstance(prompt, str | bytes) and np.ndim(prompt) == 1
+    if not is_ids or not all(isinstance(t, int | np.integer) for t in prompt):
+        raise ValueError(
+            f"a prompt is a sequence of token ids, got {prompt!r}: encode texts with "
+            "load_tokenizer(path).encode(text), and give a list of prompts."
+        )
+    prompt = list(prompt)
     if not prompt:
         first = (checkpoint.bos_id,) if checkpoint.bos_id is not None else ()
         starts = first or checkpoint.eos_ids

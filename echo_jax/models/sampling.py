@@ -9,6 +9,16 @@ from echo_jax import axes
 from echo_jax.typing import AnyFloat
 
 
+def check_seed(seed: int) -> None:
+    """Refuses a seed of more than 32 bits, of which JAX would drop some unsaid.
+
+    Raises:
+      ValueError: saying which are possible.
+    """
+    if type(seed) is not int or not 0 <= seed < 1 << 32:
+        raise ValueError(f"seed={seed!r} must be an int from 0 to {(1 << 32) - 1:,}.")
+
+
 def greedy(
     logits: Float[Array, "batch local_vocab"], axis_name: str
 ) -> Int[Array, "batch"]:

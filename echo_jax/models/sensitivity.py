@@ -42,7 +42,8 @@ def measure_sensitivity(
       :meth:`echo_jax.DepthPlan.from_sensitivity`.
 
     Raises:
-      ValueError: for an exact configuration, under which no call has an effect.
+      ValueError: if the batch is empty or not of this shape, or holds what is no token
+        of the model; or for an exact configuration, under which no call has an effect.
 
     Example:
         >>> plan = DepthPlan.from_sensitivity(measure_sensitivity(model, tokens))
@@ -59,7 +60,7 @@ def measure_sensitivity(
     run = functools.partial(run_by_choice, configs=configs)
     stream_of = jax.jit(model.on_ranks(run, (whole, whole), whole))
     divergence = jax.jit(model.on_ranks(stream_divergence, (whole, whole), whole))
-    tokens = jnp.asarray(tokens)
+    tokens = jnp.asarray(_checked(tokens, model.config.vocab_size))
     # The embedding's sum stands in front of the calls and stays exact.
     alone = np.eye(calls + 1, dtype=np.int32)
     wanted = stream_of(model.params, tokens, 0 * alone[0])
@@ -72,6 +73,22 @@ def measure_sensitivity(
         if progress is not None:
             progress(call + 1, calls)
     return Sensitivity(effects=tuple(effects), bits=config.format.bits)
+
+
+def _checked(tokens: Array | np.ndarray, vocab_size: int) -> np.ndarray:
+    """The batch; ids out of range would read as zeros, and no call do any harm."""
+    tokens = np.asarray(tokens)
+    if tokens.ndim != 2 or not tokens.size or tokens.dtype.kind not in "iu":
+        raise ValueError(
+            f"tokens of shape {tokens.shape} and dtype {tokens.dtype} must be integers "
+            "(batch, length), at least one: np.array([tokenizer.encode(text)])."
+        )
+    if tokens.min() < 0 or tokens.max() >= vocab_size:
+        raise ValueError(
+            f"tokens from {tokens.min()} to {tokens.max()} are not all among the "
+            f"model's {vocab_size}: the tokenizer belongs to another model."
+        )
+    return tokens
 
 
 def plot_sensitivity(

@@ -80,7 +80,14 @@ class SafetensorsFolder:
 
 def _weight_map(folder: pathlib.Path) -> Mapping[str, str]:
     path = folder / INDEX
-    return read_json(path).get("weight_map", {}) if path.exists() else {}
+    entries = read_json(path).get("weight_map", {}) if path.exists() else {}
+    is_map = isinstance(entries, dict)
+    if not is_map or not all(isinstance(name, str) for name in entries.values()):
+        raise ValueError(
+            f"{path}: weight_map must name a file for each tensor: copy or download "
+            "it again."
+        )
+    return entries
 
 
 def _files(folder: pathlib.Path, weight_map: Mapping[str, str]) -> list[pathlib.Path]:

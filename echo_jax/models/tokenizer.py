@@ -34,7 +34,17 @@ class TextTokenizer:
         self._tokenizer, self._first = tokenizer, list(first)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text, and of what goes in front of it."""
+        """Token ids of a text, and of what goes in front of it.
+
+        Raises:
+          ValueError: if the text cannot be written as UTF-8.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"the text is not Unicode at character {error.start}: give it as UTF-8."
+            ) from error
         return self._first + self._tokenizer.encode(text).ids
 
     def decode(self, ids: Sequence[int]) -> str:

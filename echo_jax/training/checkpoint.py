@@ -26,6 +26,10 @@ class CheckpointWarning(UserWarning):
     """A checkpoint could not be written or read; training went on."""
 
 
+class CheckpointError(ValueError):
+    """Checkpoints that are there do not fit what is asked for."""
+
+
 class Snapshot(NamedTuple):
     """Everything that a run is continued from."""
 
@@ -72,6 +76,35 @@ class Checkpoints:
         manager.reload()  # what is on disk now
         return sorted(manager.all_steps())
 
+    def check(self, *, resume: bool) -> None:
+        """Refuses, before anything is computed, a folder of another run.
+
+        Orbax saves no step that is not newer than those in the folder: a new run among
+        the checkpoints of an older one would be saved nowhere.
+
+        Args:
+          resume: whether the run goes on from what is there. A checkpoint that cannot
+            be read is then left to :meth:`restore`.
+
+        Raises:
+          CheckpointError: saying what is there.
+        """
+        found = self.folder.iterdir() if self.folder.is_dir() else ()
+        steps = [int(path.name) for path in found if path.name.isdecimal()]
+        if not steps:
+            return
+        if not resume:
+            raise CheckpointError(
+                f"{self.folder} holds checkpoints of another run, the newest of step "
+                f"{max(steps)}: choose another folder for them, remove them, or go on "
+                "with --resume."
+            )
+        try:
+            meta = self._read_meta(max(steps))
+        except Exception:  # what a damaged file raises depends on where it is damaged
+            return
+        self._check_identity(meta)
+
     def save(self, snapshot: Snapshot) -> None:
         """Starts to write a checkpoint.
 
@@ -114,7 +147,7 @@ class Checkpoints:
           shardings: where each of its leaves goes.
 
         Raises:
-          ValueError: if the run was another one, or no checkpoint can be read.
+          CheckpointError: if the run was another one, or no checkpoint can be read.
           MemoryError, jax.errors.JaxRuntimeError: if host or device have no room for
             the state. No checkpoint is renamed then.
           RuntimeError: if one of these happened to another process.
@@ -129,7 +162,7 @@ class Checkpoints:
                 self._set_aside(step, failure)
             step = self._newest(below=step)
         if failure is not None:
-            raise ValueError(
+            raise CheckpointError(
                 f"No checkpoint in {self.folder} can be read; they were set aside. "
                 "Start the run again without --resume, in another folder."
             ) from failure
@@ -291,7 +324,7 @@ class Checkpoints:
         )
 
 
-class _AnotherRun(ValueError):
+class _AnotherRun(CheckpointError):
     """The checkpoint is fine, and not of this run."""
 
 

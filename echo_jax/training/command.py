@@ -4,8 +4,10 @@ import argparse
 import contextlib
 import dataclasses
 import functools
+import io
 import logging
 import pathlib
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Annotated
@@ -16,8 +18,9 @@ from rich import progress
 from rich.console import Console
 
 from echo_jax.devices import Cluster, Device, use_cpu_devices
+from echo_jax.files import Claim
 from echo_jax.records import RecordWriter
-from echo_jax.training.checkpoint import CheckpointWarning
+from echo_jax.training.checkpoint import CheckpointError, CheckpointWarning
 from echo_jax.training.config import TrainConfig, Variant
 from echo_jax.training.config_file import (
     changed_fields,
@@ -28,6 +31,7 @@ from echo_jax.training.config_file import (
 from echo_jax.training.loop import Comparison, compare, prepare
 from echo_jax.training.prepare_text import PrepareConfig, write_corpus
 from echo_jax.training.report import plot_curves, summary_table
+from echo_jax.training.run import open_checkpoints
 
 _CONFIG = "config.json"  # of a run, in its folder
 _METRICS = "metrics.jsonl"
@@ -85,7 +89,7 @@ def saved_defaults(arguments: list[str]) -> Train:
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--seed", type=int, default=TrainConfig().seed)
     try:
-        with contextlib.redirect_stderr(None):
+        with contextlib.redirect_stderr(io.StringIO()):
             given, _ = parser.parse_known_args(arguments[1:])
     except SystemExit:
         return Train()  # the parser of everything says what is wrong
@@ -104,14 +108,30 @@ def prepare_training(command: Train) -> Callable[[], int]:
     """
     config = command.config
     _set_up_devices(command)
+    for variant in config.variants:
+        config.plan(variant).check_backends()
     folder = _folder(command.out, config.seed)
-    if jax.process_index() == 0:
-        _check_folder(folder, command)
+    if jax.process_index():
+        nothing = contextlib.ExitStack()
+        return functools.partial(
+            _train, prepare(config), folder, command.resume, nothing
+        )
+    _check_folder(folder, command)
     runs = prepare(config)
-    if jax.process_index() == 0:
-        folder.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as claims:
+        for claimed in _folders(folder, config):
+            if claimed.exists() and not claimed.is_dir():
+                raise ValueError(f"{claimed} is a file: choose a folder.")
+            claimed.mkdir(parents=True, exist_ok=True)
+            claims.enter_context(Claim(claimed))
+        _check_folder(folder, command)  # once more: nobody else can change it now
+        for variant in config.variants:
+            checkpoints = open_checkpoints(runs, variant, folder)
+            if checkpoints is not None:
+                checkpoints.check(resume=command.resume)
         save_config(config, folder / _CONFIG)
-    return functools.partial(_train, runs, folder, command.resume)
+        held = claims.pop_all()
+    return functools.partial(_train, runs, folder, command.resume, held)
 
 
 def prepare_text(command: PrepareText) -> Callable[[], int]:
@@ -198,7 +218,27 @@ def _check_folder(folder: pathlib.Path, command: Train) -> None:
             )
 
 
-def _train(runs: Comparison, folder: pathlib.Path, resume: bool) -> int:
+def _folders(folder: pathlib.Path, config: TrainConfig) -> list[pathlib.Path]:
+    """What a run writes to: its folder, and that of its checkpoints if another."""
+    checkpoints = config.checkpoint.folder if config.checkpoint.every else None
+    if checkpoints is None or checkpoints.resolve() == folder.resolve():
+        return [folder]
+    return [folder, checkpoints]
+
+
+def _train(
+    runs: Comparison, folder: pathlib.Path, resume: bool, claims: contextlib.ExitStack
+) -> int:
+    """Trains, holding the folders that were claimed until it ends."""
+    with claims:
+        try:
+            return _train_and_report(runs, folder, resume)
+        except CheckpointError as error:
+            print(f"echo-jax: {error}", file=sys.stderr)
+            return 2
+
+
+def _train_and_report(runs: Comparison, folder: pathlib.Path, resume: bool) -> int:
     is_first = jax.process_index() == 0
     console, config = Console(quiet=not is_first), runs.config
     unit = runs.source.unit
@@ -218,14 +258,22 @@ def _train(runs: Comparison, folder: pathlib.Path, resume: bool) -> int:
             notify=console.print,
         )
     console.print(summary_table(results, config.model.dtype, unit=unit))
-    if is_first:
-        plot_curves(metrics, curves)
-    console.print(f"Figures in {metrics}, curves in {curves}.")
+    console.print(f"Figures in {metrics}{_plotted(metrics, curves, is_first)}.")
     if stopped:
         console.print("Stopped early: a dash marks what was not measured.")
         if config.checkpoint.every:
             console.print(f"Go on: echo-jax train --out {folder} --resume")
     return 130 if stopped else 0
+
+
+def _plotted(metrics: pathlib.Path, curves: pathlib.Path, is_first: bool) -> str:
+    """Draws the curves and says where; a full disk costs the picture alone."""
+    try:
+        if is_first:
+            plot_curves(metrics, curves)
+    except OSError as error:
+        return f"; the curves could not be written ({error.strerror})"
+    return f", curves in {curves}"
 
 
 def _folder(out: pathlib.Path | None, seed: int) -> pathlib.Path:
@@ -235,8 +283,10 @@ def _folder(out: pathlib.Path | None, seed: int) -> pathlib.Path:
 @contextlib.contextmanager
 def _shown(console: Console):
     """Warnings about checkpoints as lines of their own, above the progress bars."""
-    # What orbax logs about them are long traces that say no more.
-    logging.getLogger("absl").setLevel(logging.CRITICAL)
+    # What orbax logs about them, itself and through asyncio, are long traces that say
+    # no more.
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     with warnings.catch_warnings():
         show = warnings.showwarning
         warnings.simplefilter("always", CheckpointWarning)

@@ -1,6 +1,7 @@
 """What a training run is made of, as small composed dataclasses."""
 
 import dataclasses
+import math
 import pathlib
 from typing import Annotated, Literal
 
@@ -8,6 +9,7 @@ import tyro
 
 from echo_jax.config import Backend, EchoConfig, ResidualDtype
 from echo_jax.models import DecoderConfig
+from echo_jax.models.sampling import check_seed
 from echo_jax.plan import DepthPlan
 from echo_jax.training.gradient_plan import GradientSyncConfig
 from echo_jax.wire import WireFormat
@@ -79,10 +81,10 @@ class OptimizerConfig:
     accumulate: int = 1
 
     def __post_init__(self):
-        if not self.learning_rate > 0 or not self.clip > 0:
+        if not 0 < self.learning_rate < math.inf or not self.clip > 0:
             raise ValueError(
                 f"learning_rate={self.learning_rate} and clip={self.clip} must be "
-                "positive."
+                "positive, and the rate finite."
             )
         if not 0 <= self.warmup < 1 or not 0 <= self.final <= 1:
             raise ValueError(
@@ -96,10 +98,10 @@ class OptimizerConfig:
                 f"decay={self.decay} is a share of the steps from 0 to what "
                 f"warmup={self.warmup} leaves."
             )
-        if not 0 <= self.beta2 < 1 or not self.weight_decay >= 0:
+        if not 0 <= self.beta2 < 1 or not 0 <= self.weight_decay < math.inf:
             raise ValueError(
                 f"beta2={self.beta2} must be from 0 to under 1 and "
-                f"weight_decay={self.weight_decay} at least 0."
+                f"weight_decay={self.weight_decay} at least 0, and finite."
             )
         if self.accumulate < 1:
             raise ValueError(f"accumulate={self.accumulate} must be at least 1.")
@@ -183,10 +185,10 @@ class TrainConfig:
         for name in ("steps", "log_every", "steps_per_call"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")
-        if self.seed < 0 or self.evaluate_every < 0:
+        check_seed(self.seed)
+        if self.evaluate_every < 0:
             raise ValueError(
-                f"seed={self.seed} and evaluate_every={self.evaluate_every} must be "
-                "at least 0."
+                f"evaluate_every={self.evaluate_every} must be at least 0."
             )
         counts = {
             "steps": self.steps,

@@ -7,6 +7,7 @@ import types
 import typing
 from typing import Any, Literal, TypeVar
 
+from echo_jax.files import write_text
 from echo_jax.training.config import TrainConfig
 
 Config = TypeVar("Config")
@@ -25,7 +26,7 @@ _FREE = (
 
 def save_config(config: TrainConfig, path: pathlib.Path) -> None:
     """Writes a configuration as JSON; paths become text."""
-    path.write_text(json.dumps(to_dict(config), indent=1) + "\n")
+    write_text(path, json.dumps(to_dict(config), indent=1) + "\n")
 
 
 def load_config(path: pathlib.Path) -> TrainConfig:
@@ -37,8 +38,12 @@ def load_config(path: pathlib.Path) -> TrainConfig:
     """
     try:
         entries = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read as JSON: {error}.") from error
+    except (OSError, ValueError, RecursionError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ValueError(
+            f"{path} cannot be read as JSON ({reason}): give the config.json of a run, "
+            "or a file with some of its fields."
+        ) from error
     try:
         return from_dict(TrainConfig, entries)
     except ValueError as error:
@@ -120,8 +125,10 @@ def _value(kind: Any, value: Any, where: str) -> Any:
         return _value(kind, value, where)
     if dataclasses.is_dataclass(kind):
         return from_dict(typing.cast(type, kind), value, where)
-    if origin is tuple and isinstance(value, list):
-        return tuple(_value(arguments[0], entry, where) for entry in value)
+    if origin is tuple:
+        if isinstance(value, list):
+            return tuple(_value(arguments[0], entry, where) for entry in value)
+        raise ValueError(f"{where}={value!r} must be a list, such as [{value!r}].")
     if origin is Literal and value in arguments:
         return value
     if kind is pathlib.Path and isinstance(value, str):
@@ -130,5 +137,6 @@ def _value(kind: Any, value: Any, where: str) -> Any:
         return float(value)
     if isinstance(kind, type) and type(value) is kind:
         return value
-    wanted = arguments or getattr(kind, "__name__", kind)
+    name = "text" if kind is pathlib.Path else getattr(kind, "__name__", kind)
+    wanted = f"one of {arguments}" if arguments else name
     raise ValueError(f"{where}={value!r} must be {wanted}.")

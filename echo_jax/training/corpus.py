@@ -43,6 +43,17 @@ class Manifest:
         text = json.dumps(dataclasses.asdict(self), indent=1) + "\n"
         (folder / MANIFEST).write_text(text)
 
+    def _check(self) -> None:
+        """Refuses what a damaged or hand-made file may hold."""
+        if self.dtype not in ("uint16", "uint32") or not _is_count(self.vocab_size):
+            raise ValueError(
+                f"dtype={self.dtype!r} must be uint16 or uint32 and "
+                f"vocab_size={self.vocab_size!r} a number"
+            )
+        for shard in self.training + self.heldout:
+            if not isinstance(shard.file, str) or not _is_count(shard.tokens):
+                raise ValueError(f"{shard} names no file and a number of tokens")
+
     @classmethod
     def load(cls, folder: pathlib.Path) -> "Manifest":
         """Reads the manifest of a folder.
@@ -57,12 +68,18 @@ class Manifest:
                 raise ValueError(f"format {entries['format']} is not {FORMAT}")
             for part in ("training", "heldout"):
                 entries[part] = tuple(Shard(**shard) for shard in entries[part])
-            return cls(**entries)
-        except (OSError, TypeError, KeyError, ValueError) as error:
+            manifest = cls(**entries)
+            manifest._check()
+            return manifest
+        except (OSError, TypeError, KeyError, ValueError, RecursionError) as error:
             raise ValueError(
                 f"{path} is no manifest that echo-jax prepare wrote: {error}. Prepare "
                 "the text again."
             ) from error
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
 
 
 class Corpus:

@@ -11,6 +11,7 @@ from typing import BinaryIO
 
 import numpy as np
 
+from echo_jax.files import Claim
 from echo_jax.training.corpus import (
     FORMAT,
     MANIFEST,
@@ -25,6 +26,7 @@ Progress = Callable[[str, int, int], None]  # stage, bytes done, bytes in all
 
 END_OF_TEXT = "<|endoftext|>"
 _PIECES_AT_ONCE = 64  # encoded in parallel
+_MOST_TOKENS = 1 << 24  # the trainer reserves memory for all, and aborts without it
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,10 +41,10 @@ class PrepareConfig:
     shard_tokens: int = 1 << 26  # tokens in a file, at most
 
     def __post_init__(self):
-        if self.vocab_size < 257:
+        if not 257 <= self.vocab_size <= _MOST_TOKENS:
             raise ValueError(
-                f"vocab_size={self.vocab_size} must be at least 257: every byte and "
-                f"{END_OF_TEXT}."
+                f"vocab_size={self.vocab_size} must be at least 257, every byte and "
+                f"{END_OF_TEXT}, and at most {_MOST_TOKENS:,}."
             )
         for name, least in (
             ("heldout_every", 2),
@@ -93,7 +95,8 @@ def write_corpus(
     partial = out.with_name(f".{out.name}.partial")
     with _removed_on_error(partial):
         tokenizer = _tokenizer(path, config, total, progress)
-        tokenizer.save(str(partial / TOKENIZER))
+        text = tokenizer.to_str(pretty=True)
+        (partial / TOKENIZER).write_text(text, encoding="utf-8")
         manifest = _encode(path, partial, tokenizer, config, _Count(total, progress))
         manifest.save(partial)
         _sync(partial)
@@ -139,13 +142,13 @@ def _tokenizer(path, config: PrepareConfig, total: int, progress: Progress):
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
+    every = -(-total // config.tokenizer_bytes)
     trainer = trainers.BpeTrainer(
         vocab_size=config.vocab_size,
         special_tokens=[END_OF_TEXT],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    every = -(-total // config.tokenizer_bytes)
     count = _Count(min(total, config.tokenizer_bytes), progress)
 
     def sample() -> Iterator[str]:
@@ -250,13 +253,17 @@ def _groups(items: Iterable, size: int) -> Iterator[list]:
 @contextlib.contextmanager
 def _removed_on_error(folder: pathlib.Path):
     """A fresh folder that does not outlive an error, or what a killed run left."""
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    try:
-        yield
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
+    folder.mkdir(parents=True, exist_ok=True)
+    with Claim(folder):  # else two processes would mix their files
+        for file in folder.iterdir():
+            file.unlink()
+        try:
+            yield
+        except BaseException as error:
+            shutil.rmtree(folder, ignore_errors=True)
+            if isinstance(error, OSError) and error.filename is None:  # a full disk
+                raise OSError(error.errno, error.strerror, str(folder)) from error
+            raise
 
 
 def _sync(folder: pathlib.Path) -> None:

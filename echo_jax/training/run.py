@@ -1,6 +1,7 @@
 """The run of one variant: from its first step, or its last checkpoint, to the end."""
 
 import dataclasses
+import pathlib
 import statistics
 import warnings
 from collections.abc import Callable
@@ -69,6 +70,31 @@ _RESET = (
 )
 
 
+def open_checkpoints(
+    runs: Comparison, variant: Variant, folder: pathlib.Path
+) -> Checkpoints | None:
+    """The checkpoints of one variant; None if none are kept.
+
+    Args:
+      runs: from :func:`echo_jax.training.prepare`.
+      variant: which all-reduces.
+      folder: of the metrics.
+    """
+    config = runs.config
+    if not config.checkpoint.every:
+        return None
+    identity = Identity(
+        config=to_dict(config),
+        data=runs.source.checksum,
+        ranks={
+            "data": config.mesh.data_ranks,
+            "tensor": config.mesh.tensor_ranks,
+        },
+    )
+    beside = config.checkpoint.folder or folder / "checkpoints"
+    return Checkpoints(beside / variant, keep=config.checkpoint.keep, identity=identity)
+
+
 class TrainingRun:
     """One variant: its compiled steps, its state and what it measures.
 
@@ -82,7 +108,8 @@ class TrainingRun:
       resume: continue from the newest checkpoint, if there is one.
 
     Raises:
-      ValueError: if the checkpoints are of another run, or none of them can be read.
+      ValueError: if the folder holds checkpoints of another run, or none of those to
+        go on from can be read.
     """
 
     def __init__(
@@ -107,7 +134,9 @@ class TrainingRun:
         self._batches: Any = runs.source.batches(
             sizes, seed=self.config.seed, rows=rows
         )
-        self._checkpoints = self._open_checkpoints()
+        self._checkpoints = open_checkpoints(runs, variant, writer.path.parent)
+        if self._checkpoints is not None and not resume:
+            self._checkpoints.check(resume=False)
         self.log = RunLog(self.config, variant, writer)
         try:
             self._make_steps()
@@ -219,23 +248,6 @@ class TrainingRun:
         )
         self._loss = make_eval_step(self._parts, mesh, plan=self._plan)
         self._owed_rms = jax.jit(residual_rms)
-
-    def _open_checkpoints(self) -> Checkpoints | None:
-        config = self.config.checkpoint
-        if not config.every:
-            return None
-        folder = config.folder or self.writer.path.parent / "checkpoints"
-        identity = Identity(
-            config=to_dict(self.config),
-            data=self.runs.source.checksum,
-            ranks={
-                "data": self.config.mesh.data_ranks,
-                "tensor": self.config.mesh.tensor_ranks,
-            },
-        )
-        return Checkpoints(
-            folder / self.result.variant, keep=config.keep, identity=identity
-        )
 
     def _start(self, resume: bool) -> None:
         """The state as it was left, or a new one."""

@@ -1,3 +1,4 @@
+import gzip
 import math
 
 import numpy as np
@@ -65,6 +66,9 @@ def test_sets_that_are_not_there(folder, tmp_path):
     damaged[20:40] = bytes(20)
     (cut / "requests.jsonl.gz").write_bytes(damaged)
     with pytest.raises(ValueError, match="truncated or damaged"):
+        read_items("arc_easy", tmp_path)
+    (cut / "requests.jsonl.gz").write_bytes(gzip.compress(b"[1]"))
+    with pytest.raises(ValueError, match=r"TypeError.*damaged"):
         read_items("arc_easy", tmp_path)
     (tmp_path / "blimp.tar.xz").write_bytes(b"no archive")
     with pytest.raises(ValueError, match="may be truncated"):

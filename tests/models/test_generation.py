@@ -237,6 +237,9 @@ def test_buckets(size, wanted):
         ({"temperature": float("inf")}, "temperature=inf"),
         ({"top_p": 0.0}, "top_p=0.0"),
         ({"top_p": 1.5}, "top_p=1.5"),
+        ({"max_new_tokens": 2.5}, "max_new_tokens=2.5"),
+        ({"seed": -1}, "seed=-1"),
+        ({"seed": 1 << 32}, "seed=4294967296"),
     ],
 )
 def test_wrong_choices(changes, words):
@@ -251,6 +254,9 @@ def test_wrong_prompts():
         generate(model, [[1, 300]])
     with pytest.raises(ValueError, match=r"193 tokens and 64 new .* the model's 256"):
         generate(model, [[1] * 193])
+    for wrong in (["text"], [[1.5]], [1, 2], np.ones((1, 2))):
+        with pytest.raises(ValueError, match="a sequence of token ids"):
+            generate(model, wrong)
     nameless = dataclasses.replace(
         model, checkpoint=dataclasses.replace(model.checkpoint, eos_ids=())
     )

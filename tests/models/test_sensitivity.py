@@ -118,3 +118,19 @@ def test_what_cannot_be_planned(tmp_path):
         echo.DepthPlan.edges().save(tmp_path / "x.json", model="m", axis_size=2)
     with pytest.raises(ValueError, match="rounds nothing that could be measured"):
         measure_sensitivity(loaded("llama", 2), np.zeros((1, 4), int), config=EXACT[0])
+
+
+@pytest.mark.usefixtures("as_shipped")
+@pytest.mark.parametrize(
+    ("tokens", "words"),
+    [
+        ([[1, 300]], "not all among the model's 300"),
+        ([1, 2], r"shape \(2,\)"),
+        ([[]], r"shape \(1, 0\)"),
+        ([[1.0, 2.0]], "float64 must be integers"),
+    ],
+)
+def test_tokens_that_are_none_of_the_models_are_refused(tokens, words):
+    """They would read as zeros, and no call would seem to do any harm."""
+    with pytest.raises(ValueError, match=words):
+        measure_sensitivity(loaded("qwen3", 2), np.array(tokens))

@@ -395,7 +395,20 @@ def test_another_configuration_or_text_is_refused_by_name(saved):
         changed.restore(state, state)
     assert "steps was 6, is 7" in str(error.value)
     assert "the text is another one" in str(error.value)
+    with pytest.raises(ValueError, match="seed was 0, is 1"):
+        changed.check(resume=True)
     assert checkpoints.steps() == [2, 4]
+
+
+def test_a_new_run_among_the_checkpoints_of_another_is_refused(saved, tmp_path):
+    """Orbax would keep none of its steps that the other run has passed already."""
+    checkpoints, _ = saved
+    with pytest.raises(ValueError, match="another run, the newest of step 4"):
+        checkpoints.check(resume=False)
+    checkpoints.check(resume=True)
+    (checkpoints.folder / "4" / "meta" / "metadata").write_text("{")
+    checkpoints.check(resume=True)  # whether it can be read is for restore to say
+    Checkpoints(tmp_path / "none", keep=1, identity=IDENTITY).check(resume=False)
 
 
 def test_a_fingerprint_sees_every_bit_and_its_place():

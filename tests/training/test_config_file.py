@@ -56,7 +56,7 @@ def test_a_part_of_the_fields_is_enough(tmp_path):
         ({"mesh": 8}, "mesh must be an object"),
         ({"data": {"path": 3}}, "data.path=3 must be"),
         ({"variants": ["exact", "best"]}, "variants='best' must be"),
-        ({"variants": "exact"}, "variants='exact' must be"),
+        ({"variants": "exact"}, "variants='exact' must be a list"),
         ([], "must be an object"),
     ],
 )

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
+from echo_jax.files import Claim
 from echo_jax.models import DecoderConfig
 from echo_jax.training import (
     Corpus,
@@ -211,6 +212,12 @@ def test_what_a_killed_run_left_is_no_corpus_and_is_replaced(tmp_path, folder):
     (tmp_path / ".out.partial" / "training-00000.bin").write_bytes(b"half")
     write_corpus(folder.parent / "book.txt", tmp_path / "out", config=SMALL)
     assert Corpus(tmp_path / "out").checksum == Corpus(folder).checksum
+    (tmp_path / ".more.partial").mkdir()
+    with (
+        Claim(tmp_path / ".more.partial"),
+        pytest.raises(ValueError, match="another process"),
+    ):
+        write_corpus(folder.parent / "book.txt", tmp_path / "more", config=SMALL)
     with pytest.raises(ValueError, match="exists"):
         write_corpus(folder.parent / "book.txt", tmp_path / "out", config=SMALL)
 
@@ -267,6 +274,10 @@ def flip(path):
     path.write_bytes(bytes(content))
 
 
+def swap(old: str, new: str):
+    return lambda path: path.write_text(path.read_text().replace(old, new))
+
+
 @pytest.mark.parametrize(
     ("name", "change", "words"),
     [
@@ -277,6 +288,8 @@ def flip(path):
         ("training-00000.bin", lambda p: p.write_bytes(b"ab"), "has 2 bytes"),
         ("manifest.json", lambda p: p.write_text("{}"), "is no manifest"),
         ("manifest.json", pathlib.Path.unlink, "is no manifest"),
+        ("manifest.json", swap("uint16", "text"), "is no manifest.*dtype='text'"),
+        ("manifest.json", swap('"tokens": ', '"tokens": -'), "is no manifest"),
     ],
 )
 def test_damage_is_found_before_training(folder, tmp_path, name, change, words):
