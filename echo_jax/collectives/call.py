@@ -37,7 +37,7 @@ def prepare(
             f"{verb}: config must be an EchoConfig, got {type(config).__name__}. A "
             "DepthPlan gives one for each call: config=plan[call_index]."
         )
-    if isinstance(x, dict | list | tuple) or x is None:
+    if isinstance(x, dict | list | tuple | Residual) or x is None:
         raise TypeError(
             f"{verb}: x must be one array, got {type(x).__name__}. Each tensor has a "
             "residual of its own: call once for each leaf, or concatenate them."

@@ -173,6 +173,7 @@ def flush(
     Example:
         >>> y, residual = echo.flush(x, residual, "tp", config=config)
     """
+    x = call.prepare("flush", x, residual, axis_name, config)
     paying = dataclasses.replace(config.exact(), feedback=True)
     return echo_psum(x, residual, axis_name, config=paying)
 

@@ -50,11 +50,34 @@ _SEND_ROTATING_32_IN_PLANES = dataclasses.replace(_ROTATING, resident=6)
 _SMALLEST_DOT = 16  # the fewest rows and columns that the tensor cores take
 _PART_WIDTH = 32  # see triton_kernels
 _WIDEST_ACCESS = 16  # bytes or values beyond which alignment gains nothing
+# As far as a CUDA grid reaches beyond its first dimension; there the chunks of all
+# messages of a batch lie.
+_MOST_CHUNKS = 65_535
 # Assumed when compiling without a GPU: a compute capability whose code all later GPUs
 # run, and the number of multiprocessors of an H200.
 _OLDEST_CAPABILITY, _MULTIPROCESSORS = 80, 132
 
 
+def _in_groups(stage):
+    """The stage for a batch of any size, in as few launches as it takes."""
+
+    @functools.wraps(stage)
+    def in_groups(first, *others, **static):
+        chunks = static.get("chunks") or first.shape[1]
+        most = max(1, _MOST_CHUNKS // chunks)
+        batch, arrays = first.shape[0], (first, *others)
+        if batch <= most:
+            return stage(*arrays, **static)
+        groups = [
+            stage(*jax.tree.map(lambda a, s=s: a[s : s + most], arrays), **static)
+            for s in range(0, batch, most)
+        ]
+        return jax.tree.map(lambda *parts: jnp.concatenate(parts), *groups)
+
+    return in_groups
+
+
+@_in_groups
 def send(x, residual, *, fmt: WireFormat, chunks: int, piece: Piece | None = None):
     """``(batch, rows, width)`` to ``(batch, chunks, payload)`` and the new residual."""
     batch, *shape = x.shape
@@ -88,6 +111,7 @@ def send(x, residual, *, fmt: WireFormat, chunks: int, piece: Piece | None = Non
     return payloads, _residual_result(residual, owed)
 
 
+@_in_groups
 def reduce(payloads, residual, *, fmt: WireFormat, piece: Piece | None = None):
     """``(batch, ranks, payload)`` to ``(batch, payload)`` and the new residual."""
     batch, ranks, payload_bytes = payloads.shape
@@ -114,6 +138,7 @@ def reduce(payloads, residual, *, fmt: WireFormat, piece: Piece | None = None):
     return sums, _residual_result(residual, owed)
 
 
+@_in_groups
 def return_(
     payloads,
     stream,

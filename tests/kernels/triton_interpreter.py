@@ -151,6 +151,8 @@ def main(first: int, step: int) -> None:
     failures = {}
     for number, case in enumerate(kernel_contract.CASES[first::step]):
         caller._PASSES_ONCE = number % 2 == 1  # each convention every other time
+        # As if a grid took the chunks of one message alone; batches of two go at once.
+        triton._MOST_CHUNKS = 1 if case.batch == 3 else 65_535
         try:
             kernel_contract.check(triton, case)
         except Exception:
