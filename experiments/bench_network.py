@@ -58,7 +58,7 @@ class Settings:
     chunks: tuple[int, ...] = (1, 4)  # pieces that echo cuts a message into
     residual_dtype: str = "bfloat16"
     longest: float = 2.2  # seconds; what takes longer as float16 is left out
-    budget: float = 2.0  # seconds for the rounds of a cell, 3 to 51 of them
+    budget: float = 2.0  # seconds for the rounds of a cell, 3 to 401 of them
     backgrounds: tuple[int, ...] = (0, 25, 50, 75, 85)  # percent of the link
     background_rates: tuple[float, ...] = (100, 400)
     background_sizes: tuple[int, ...] = (MIB, 16 * MIB)

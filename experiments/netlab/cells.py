@@ -7,7 +7,7 @@ from echo_jax.records import read_records
 
 # Sums of a few milliseconds are mostly latency, which varies by as much again: their
 # medians need many rounds, which cost little.
-_MOST, _FEWEST = 51, 3
+_MOST, _FEWEST = 401, 3
 
 
 class Known:
@@ -30,8 +30,8 @@ def rounds(
 
     Args:
       measure: ``(rounds=n) -> seconds`` of each case in each round.
-      budget: seconds that all rounds may take; three are made in any case, 51 at
-        most.
+      budget: seconds that all rounds may take; three are made in any case, 401
+        at most.
     """
     seconds = measure(rounds=1)
     fit = int(budget / sum(times[0] for times in seconds))
