@@ -3,7 +3,7 @@
 Under ``jax.shard_map(check_vma=True)`` every value is typed with the axes along which
 it varies. Under ``check_vma=False`` and ``jax.vmap(axis_name=...)`` nothing is tracked
 and the functions here return their input. Whatever differs between JAX versions belongs
-in this module; 0.10 to 0.12 agree on all of it.
+in this module.
 """
 
 from collections.abc import Hashable
@@ -82,6 +82,22 @@ def to_varying(x: jax.Array, axes: frozenset[Hashable]) -> jax.Array:
     """Types ``x`` as varying along ``axes`` too. Its transpose is an exact psum."""
     missing = tuple(sorted(axes - varying_axes(x), key=str))
     return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def in_turn(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """The arrays; what takes one of them waits, on a GPU, until all are computed.
+
+    XLA orders the operations for a GPU when it compiles and does not know how long our
+    kernels take. On CPUs whatever is ready runs, and an order would only delay it.
+    """
+    # Before JAX 0.11 a barrier types all of its results as varying alike.
+    if jax.__version_info__ < (0, 11) and len(set(map(varying_axes, arrays))) > 1:
+        return arrays
+    return lax.platform_dependent(
+        *arrays,
+        cuda=lambda *arrays: tuple(lax.optimization_barrier(arrays)),
+        default=lambda *arrays: arrays,
+    )
 
 
 def check_invariant(verb: str, x: AnyFloat, axis_name: AxisName) -> None:

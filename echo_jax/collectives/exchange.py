@@ -7,6 +7,7 @@ decodes it from the same bytes, so that the results are bit-identical.
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,10 @@ from echo_jax.kernels import get_codec
 from echo_jax.residual import Residual
 from echo_jax.typing import AnyFloat, AxisName, Payload, Payloads
 from echo_jax.wire import blocks as blocking
+
+# Pieces whose sums are made before the first one is decoded: one is then on its way
+# while the next one is summed.
+_AHEAD = 2
 
 
 def all_reduce(
@@ -31,27 +36,34 @@ def all_reduce(
     """Sum over the axis, added to ``add_to``; typed invariant where types are tracked.
 
     Decoding the sum adds the two in float32 and rounds once to x's dtype.
+
+    With pieces, the stages of different ones take turns so that at any time one piece
+    is on its way while the codec works on others. Which rank sums a block does not
+    depend on the number of pieces, so neither does any bit of the result.
     """
     ranks, shape = axes.axis_size(axis_name), blocking.row_shape(x.shape)
-    rows, y = x.reshape(shape), None
+    codec, fmt = get_codec(config.backend, config.format), config.format
+    blocks = blocking.blocks_per_chunk(shape, fmt.block_size, ranks)
+    pieces = blocking.cut_pieces(blocks, config.num_chunks)
+    send = None if residual is None else residual.send
+    reduce = None if residual is None else residual.reduce
     stream = None if add_to is None else add_to.reshape(shape)
-    codec = get_codec(config.backend, config.format)
-    blocks = blocking.blocks_per_chunk(shape, config.format.block_size, ranks)
-    # Which rank sums a block does not depend on the number of pieces, so neither does
-    # any bit of the result. Pieces are independent but for the arrays that a stage
-    # updates piece by piece, so one piece's codec can overlap another's transport.
-    for piece in blocking.cut_pieces(blocks, config.num_chunks):
-        payloads, residual = _sum_piece(rows, residual, axis_name, config, piece)
-        y = codec.return_(
-            payloads,
-            shape=shape,
-            dtype=x.dtype,
-            fmt=config.format,
-            stream=stream,
-            piece=piece,
-            out=y,
-        )
+    decode = functools.partial(
+        codec.return_, shape=shape, dtype=x.dtype, fmt=fmt, stream=stream
+    )
+    parts, send = _scatter_pieces(x.reshape(shape), send, axis_name, config, pieces)
+    sums, y = [], None
+    for n, piece in enumerate(pieces):
+        if n >= _AHEAD:
+            y = decode(sums[n - _AHEAD], piece=pieces[n - _AHEAD], out=y)
+            y, parts[n] = axes.in_turn(y, parts[n])
+        total, reduce = codec.reduce(parts[n], reduce, fmt=fmt, piece=piece)
+        sums.append(_gather_sum(total, axis_name))
+    for total, piece in list(zip(sums, pieces, strict=True))[-_AHEAD:]:
+        y = decode(total, piece=piece, out=y)
     assert y is not None  # cut_pieces returns at least one piece
+    if residual is not None:
+        residual = dataclasses.replace(residual, send=send, reduce=reduce)
     return y.reshape(x.shape), residual
 
 
@@ -94,18 +106,16 @@ def gather(
     return y.reshape(ranks, *x.shape), residual
 
 
-def _sum_piece(rows, residual: Residual | None, axis_name, config, piece):
-    """Both exchanges of one piece; returns its sum as payloads, one for each chunk."""
+def _scatter_pieces(rows, owed, axis_name: AxisName, config: EchoConfig, pieces):
+    """Encodes each piece and gives every rank its part; also returns the residual."""
     codec, fmt = get_codec(config.backend, config.format), config.format
-    ranks = axes.axis_size(axis_name)
-    send = None if residual is None else residual.send
-    reduce = None if residual is None else residual.reduce
-    payloads, send = codec.send(rows, send, fmt=fmt, chunks=ranks, piece=piece)
-    payloads = _exchange(payloads, axis_name)
-    payload, reduce = codec.reduce(payloads, reduce, fmt=fmt, piece=piece)
-    if residual is not None:
-        residual = dataclasses.replace(residual, send=send, reduce=reduce)
-    return _gather_sum(payload, axis_name), residual
+    ranks, parts = axes.axis_size(axis_name), []
+    for piece in pieces:
+        part, owed = codec.send(rows, owed, fmt=fmt, chunks=ranks, piece=piece)
+        if parts:  # exchanged one after the other, in this order
+            part, parts[-1] = axes.in_turn(part, parts[-1])
+        parts.append(_exchange(part, axis_name))
+    return parts, owed
 
 
 def _exchange(payloads: Payloads, axis_name: AxisName) -> Payloads:

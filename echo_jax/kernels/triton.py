@@ -84,7 +84,7 @@ def send(x, residual, *, fmt: WireFormat, chunks: int, piece: Piece | None = Non
     chunk_blocks = blocking.blocks_per_chunk(tuple(shape), fmt.block_size, chunks)
     start, blocks = _run(piece, chunk_blocks)
     payload_bytes = blocks * fmt.block_bytes
-    tuning = _send_tuning(fmt, residual)
+    tuning = _for_piece(_send_tuning(fmt, residual), piece)
     row_scalars, row_constants = _rows(shape, fmt)
     (payloads,), owed = _launch(
         triton_kernels.send_kernel,
@@ -153,7 +153,7 @@ def return_(
     batch, chunks, payload_bytes = payloads.shape
     chunk_blocks = blocking.blocks_per_chunk(shape, fmt.block_size, chunks)
     start, blocks = _run(piece, chunk_blocks)
-    tuning = _ROTATING if fmt.rotate else _RETURN
+    tuning = _for_piece(_ROTATING if fmt.rotate else _RETURN, piece)
     row_scalars, row_constants = _rows(shape, fmt)
     operands = [
         payloads,
@@ -220,6 +220,15 @@ def _send_tuning(fmt: WireFormat, residual) -> _Tuning:
     if fmt.rotate:
         return _ROTATING
     return _SEND_NIBBLES if _kind(residual) == "nibbles" else _SEND
+
+
+def _for_piece(tuning: _Tuning, piece: Piece | None) -> _Tuning:
+    """While a piece is processed, another one is on its way.
+
+    The kernels that transport it can begin only where programs end: persistent ones
+    would keep them waiting.
+    """
+    return tuning if piece is None else dataclasses.replace(tuning, stages=1)
 
 
 def _run(piece: Piece | None, chunk_blocks: int) -> tuple[int, int]:

@@ -22,7 +22,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 import echo_jax as echo
 
 RANKS = 8
-SHAPE = (2048, 4096)
+SHAPE = (16384, 8192)
 SPEC = PartitionSpec("tp")
 
 
