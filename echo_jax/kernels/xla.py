@@ -64,10 +64,9 @@ def return_(
 ) -> Rows:
     """See :class:`echo_jax.kernels.api.Codec`."""
     codes, scales = packing.split(payloads, fmt)
-    scales = scales * 0.5
     values = quantizer.levels(codes, fmt)
     if fmt.rotate:
-        # The transform is exact on integers, and so is scaling its result afterwards.
+        # The transform is exact on odd halves, and so is scaling its result afterwards.
         values = transform(values)
         scales = scales * 2.0**-fmt.inverse_exponent
     values = values * scales[..., None]

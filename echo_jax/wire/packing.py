@@ -36,13 +36,22 @@ def unpack_codes(packed: UInt8[Array, "*batch code_bytes"], fmt: WireFormat) -> 
     for width in fmt.planes:
         plane_bytes = fmt.block_size * width // 8
         plane = packed[..., start : start + plane_bytes]
-        mask = (1 << width) - 1
-        slots = [(plane >> (slot * width)) & mask for slot in range(8 // width)]
-        values = (slots[0] if width == 8 else jnp.concatenate(slots, axis=-1)) << shift
-        codes = values if codes is None else codes | values
+        slots = _slots(plane, width)
+        values = slots[0] if width == 8 else jnp.concatenate(slots, axis=-1)
+        codes = values if codes is None else codes | (values << shift)
         start, shift = start + plane_bytes, shift + width
     assert codes is not None
     return codes
+
+
+def _slots(plane: UInt8[Array, "*batch n"], width: int) -> list[jax.Array]:
+    """The codes of ``width`` bits in each byte, lowest first.
+
+    Without shifts by nothing and masks that change nothing: XLA does not drop them all,
+    and counts them when it decides whether a pass is worth a second thread.
+    """
+    moved = [plane, *(plane >> at for at in range(width, 8, width))]
+    return [*(slot & ((1 << width) - 1) for slot in moved[:-1]), moved[-1]]
 
 
 def pack_scales(scales: Scales) -> UInt8[Array, "*batch 2"]:
@@ -61,9 +70,16 @@ def join(
     fmt: WireFormat,
 ) -> UInt8[Array, "*batch payload_bytes"]:
     """One payload from ``(*batch, blocks, block)`` codes and their scales."""
-    batch = scales.shape[:-1]
-    body = pack_codes(codes, fmt).reshape(*batch, -1)
-    return jnp.concatenate([body, pack_scales(scales).reshape(*batch, -1)], axis=-1)
+    *batch, blocks = scales.shape
+    # XLA fuses the packing into what follows. If that is a flat vector, a CPU finds the
+    # place of each byte by division and without vector instructions, which takes seven
+    # times as long as in rows of a block's bytes. The scales must fill such rows, and
+    # two planes, which are put together first, are slower in rows.
+    in_rows = len(fmt.planes) == 1 and SCALE_BYTES * blocks % fmt.code_bytes == 0
+    rows = (-1, fmt.code_bytes) if in_rows else (-1,)
+    body = pack_codes(codes, fmt).reshape(*batch, *rows)
+    tail = pack_scales(scales).reshape(*batch, *rows)
+    return jnp.concatenate([body, tail], axis=len(batch)).reshape(*batch, -1)
 
 
 def split(

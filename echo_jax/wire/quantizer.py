@@ -3,7 +3,7 @@
 With ``h = 2**(bits - 1)`` and ``M`` the block's largest magnitude, the scale ``s`` is
 ``M / (h - 1/2)`` rounded to bfloat16, the precision in which it is sent. A value ``v``
 gets the code ``q = clip(floor(v / s), -h, h - 1)`` and is read back as
-``(2q + 1) s/2``. The levels are thus odd multiples of half a scale: they are symmetric,
+``(q + 1/2) s``. The levels are thus odd multiples of half a scale: they are symmetric,
 use all ``2**bits`` codes, and reach far enough that no value is cut off at either end.
 Codes are stored unsigned, ``q + h``.
 """
@@ -80,14 +80,15 @@ def _from_bits(bits: jax.Array) -> jax.Array:
 
 
 def levels(codes: Codes, fmt: WireFormat) -> Blocks:
-    """The odd integers ``2q + 1`` that the codes stand for, in float32."""
-    odd = 2 * codes.astype(jnp.int32) - (2 * fmt.half_levels - 1)
-    return odd.astype(jnp.float32)
+    """The levels ``q + 1/2`` that the codes stand for, in units of the scale."""
+    # Through int32 as in encode.
+    codes = codes.astype(jnp.int32).astype(jnp.float32)
+    return codes - np.float32(fmt.half_levels - 0.5)
 
 
 def decode(codes: Codes, scales: Scales, fmt: WireFormat) -> Blocks:
     """The values that codes and scales stand for, exact in float32."""
-    return levels(codes, fmt) * (scales * 0.5)[..., None]
+    return levels(codes, fmt) * scales[..., None]
 
 
 def rounding_error(values: Blocks, decoded: Blocks) -> Blocks:

@@ -3,8 +3,8 @@
 ``H`` has entries +-1 and ``H @ H = block_size * I``. A block is multiplied by
 ``2**-floor(log2(B)/2) H`` to enter block coordinates and by ``2**-ceil(log2(B)/2) H``
 to leave them. Both factors are powers of two, also where ``sqrt(B)`` is not, so that
-they cause no rounding. On the way out ``H`` acts on the integer levels of the codes,
-which is exact in float32 and therefore gives the same bits on every backend.
+they cause no rounding. On the way out ``H`` acts on the levels of the codes, odd
+halves, which is exact in float32 and therefore gives the same bits on every backend.
 
 Source: Tseng et al., "QuIP#: Even Better LLM Quantization with Hadamard Incoherence and
 Lattice Codebooks", 2024, for the use of the transform against outliers.

@@ -49,15 +49,16 @@ def test_scales_are_bfloat16_little_endian():
 
 
 @pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("block_size", [16, 256])
-def test_payload_is_all_codes_then_all_scales(bits, block_size):
+# The scales of 5 blocks fill no row of a block's bytes, those of the others do.
+@pytest.mark.parametrize(("block_size", "blocks"), [(16, 5), (16, 8), (256, 128)])
+def test_payload_is_all_codes_then_all_scales(bits, block_size, blocks):
     fmt = WireFormat(bits=bits, block_size=block_size)
     rng = np.random.default_rng(bits * block_size)
-    codes = rng.integers(0, 2**bits, (3, 5, block_size), dtype=np.uint8)
-    scales = oracle.round_bf16(rng.random((3, 5), np.float32) * 1e3)
+    codes = rng.integers(0, 2**bits, (3, blocks, block_size), dtype=np.uint8)
+    scales = oracle.round_bf16(rng.random((3, blocks), np.float32) * 1e3)
     join = jax.jit(packing.join, static_argnames="fmt")
     payload = join(jnp.asarray(codes), jnp.asarray(scales), fmt=fmt)
-    assert payload.shape == (3, 5 * fmt.block_bytes)
+    assert payload.shape == (3, blocks * fmt.block_bytes)
     assert payload.dtype == jnp.uint8
     twin = oracle.Format(bits, block_size, fmt.rotate)
     for row, row_codes, row_scales in zip(payload, codes, scales, strict=True):
