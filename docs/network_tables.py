@@ -37,8 +37,8 @@ SLOW_SECTIONS = (
      "exchanges, loses or ties in most cells; from 256 KiB on it wins or ties. More "
      "ranks, which share the two cores: over limited links the gain falls; without a "
      "limit it rises, since the exact sum slows down more. The cells of two processes "
-     "up to 64 KiB are medians over three measurements with the codec as it is now, "
-     "which takes half the time of the one that all others were measured with."),
+     "up to 64 KiB were measured with the codec as it is now, the others with an "
+     "earlier, slower one."),
     ("Sums beside other traffic", "bench_network", "network-loaded",
      "The same; datagrams of others take the stated part of every link, both ways."),
     ("A decoder over a slow network", "bench_network", "network-model",

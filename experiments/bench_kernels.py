@@ -99,7 +99,7 @@ def points(backends: tuple[str, ...], *, tiny: bool) -> Iterator[Point]:
         if full:
             yield from (point(ranks=ranks) for ranks in (2, 4, 16))
             yield from (point(block_size=size) for size in (32, 128))
-            yield from (point(bits=bits) for bits in (2, 6, 8))
+            yield from (point(bits=bits) for bits in (2, 3, 6, 8))
             yield from (
                 point(residual_dtype=kind) for kind in ("int4", "bfloat16", "float32")
             )

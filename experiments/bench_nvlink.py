@@ -78,10 +78,9 @@ def cases(settings: Settings) -> list[Case]:
         "4 bits, no feedback": {"feedback": False},
         "8 bits": {"bits": 8},
     }
-    cut = [("4 bits", pieces) for pieces in settings.pieces]
-    most = settings.pieces[-1:]
-    cut += [("4 bits, not rotated", pieces) for pieces in most]
-    cut += [("4 bits, no feedback", pieces) for pieces in most]
+    cut = [("4 bits", n) for n in settings.pieces]
+    for n in settings.pieces[-1:]:
+        cut += [("4 bits, not rotated", n), ("4 bits, no feedback", n)]
     return [
         Case(name="psum bf16"),
         Case(name="default settings", config=echo.EchoConfig()),

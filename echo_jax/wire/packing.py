@@ -72,9 +72,9 @@ def join(
     """One payload from ``(*batch, blocks, block)`` codes and their scales."""
     *batch, blocks = scales.shape
     # XLA fuses the packing into what follows. If that is a flat vector, a CPU finds the
-    # place of each byte by division and without vector instructions, which takes seven
-    # times as long as in rows of a block's bytes. The scales must fill such rows, and
-    # two planes, which are put together first, are slower in rows.
+    # place of each byte by division and without vector instructions, which takes much
+    # longer than in rows of a block's bytes. The scales must fill such rows, and two
+    # planes, which are put together first, are slower in rows.
     in_rows = len(fmt.planes) == 1 and SCALE_BYTES * blocks % fmt.code_bytes == 0
     rows = (-1, fmt.code_bytes) if in_rows else (-1,)
     body = pack_codes(codes, fmt).reshape(*batch, *rows)
