@@ -33,7 +33,7 @@ INTERPRETED = types.SimpleNamespace(
 )
 
 
-def _has_gpu() -> bool:
+def has_gpu() -> bool:
     try:
         return bool(jax.local_devices(backend="cuda"))
     except RuntimeError:
@@ -73,7 +73,7 @@ def test_triton_interpreted(case, triton_failures):
     assert failure is None, failure
 
 
-@pytest.mark.skipif(not _has_gpu(), reason="no NVIDIA GPU here")
+@pytest.mark.skipif(not has_gpu(), reason="no NVIDIA GPU here")
 # Where there is no jax-triton, Pallas' own way to Triton is the way that is left.
 @pytest.mark.filterwarnings(
     "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"
