@@ -31,21 +31,21 @@ SECTIONS = (
      "case. For each number of processes the model is fitted to three sizes (16 KiB, "
      "1 and 16 MiB) without a limit and at 400 Mbit/s; everything else follows from "
      "the nominal rates, and from the token bucket of the links, 256 kB that pass at "
-     "once, which is known and not fitted. A sum is taken to find the bucket full: one "
-     "of 1 MiB at 100 Mbit/s on two processes, whose bucket the sum before it had "
-     "emptied, takes longer. So do exact sums of 64 and 256 KiB on two processes, "
-     "at every rate: why is not known."),
+     "once, which is known and not fitted. A sum is taken to find the bucket full: on "
+     "slow links the sums before it have emptied it, and 256 KiB and 1 MiB at 50 and "
+     "100 Mbit/s then take up to nine times as long as predicted."),
     ("Projections", "check_cost_model", "cost-projected",
      "Not measured: how many times faster one bfloat16 sum is with the settings "
      "that `advise` gives, nodes of eight, by the bytes of a message; a dash where "
      "it advises the exact sum. *Between*: few bits between the nodes alone. Assumed: "
      "the codec's time goes with the nominal bandwidth of the memory, an NVLink "
      "reaches the same part of its nominal rate on both machines and with eight ranks "
-     "as with two, no switch adds up, every accelerator has a network card of the "
-     "given rate, of which nine tenths are the message's, and a step between nodes "
-     "takes 10 microseconds. The exact sum is scattered inside the nodes, summed "
-     "between them and gathered inside, by ring or tree. Echo's exchanges are charged "
-     "a step for each other rank, which is hard on it where there are many."),
+     "as with two, pieces overlap on both as on two H200s, no switch adds up, every "
+     "accelerator has a network card of the given rate, of which nine tenths are the "
+     "message's, and a step between nodes takes 10 microseconds. The exact sum is "
+     "scattered inside the nodes, summed between them and gathered inside, by ring or "
+     "tree. Echo's exchanges are charged a step for each other rank, which is hard on "
+     "it where there are many."),
 )  # fmt: skip
 
 

@@ -23,9 +23,15 @@ NVLINK_SECTIONS = (
      "through the codec."),
     ("Sums over NVLink beside other traffic", "bench_nvlink", "nvlink-loaded",
      "The same, while another process copies between the two GPUs, both ways, and "
-     "takes the stated part of what such copies reach alone."),
+     "takes the stated part of what such copies reach alone; where it wants all, it "
+     "gets what the sums leave."),
+    ("Sums over NVLink with the copy engines", "bench_nvlink", "nvlink-flags",
+     "The same, no other traffic, beside a run with the XLA flag in the environment: "
+     "exchanges then go through the GPUs' copy engines instead of NCCL's kernels. Each "
+     "is set against the exact sum of its own run."),
     ("A decoder over NVLink", "bench_nvlink", "nvlink-model",
-     "Two H200s of one host, no other traffic, random weights, default settings."),
+     "Two H200s of one host, random weights, default settings; others' traffic as "
+     "above."),
 )  # fmt: skip
 SLOW_SECTIONS = (
     ("Sums over a slow network", "bench_network", "network",
@@ -34,11 +40,10 @@ SLOW_SECTIONS = (
      "the bytes of a message. Under 1 echo loses.\n\n![Times as fast as a float16 "
      "psum, by message, ranks and others' traffic](network.svg)\n\nSmall messages: "
      "up to 16 KiB nearly all of the time is latency, and echo, which has two "
-     "exchanges, loses or ties in most cells; from 256 KiB on it wins or ties. More "
-     "ranks, which share the two cores: over limited links the gain falls; without a "
-     "limit it rises, since the exact sum slows down more. The cells of two processes "
-     "up to 64 KiB were measured with the codec as it is now, the others with an "
-     "earlier, slower one."),
+     "exchanges, mostly ties or loses on two and four; from 256 KiB on it wins. More "
+     "ranks, which share the two cores: the gain of 16 MiB falls over links of 200 "
+     "Mbit/s and less, and rises without a limit, since the exact sum slows down more. "
+     "All cells are of one run."),
     ("Sums beside other traffic", "bench_network", "network-loaded",
      "The same; datagrams of others take the stated part of every link, both ways."),
     ("A decoder over a slow network", "bench_network", "network-model",
@@ -87,9 +92,8 @@ def nvlink_loaded_table(records: list[dict]) -> tuple[tuple, Rows]:
             text = f"{record['value']:.2f}x"
         else:
             continue
-        taken = config["background_bytes_per_second"] / config["link_bytes_per_second"]
         cell = cells.setdefault((config["message_bytes"], config["case"]), {})
-        cell[round(100 * taken)] = text
+        cell[config["background"]] = text
     loaded = {cell: found for cell, found in cells.items() if len(found) > 1}
     levels = sorted({level for found in loaded.values() for level in found})
     rows = [
@@ -100,8 +104,34 @@ def nvlink_loaded_table(records: list[dict]) -> tuple[tuple, Rows]:
         )
         for (size, case), found in loaded.items()
     ]
-    head = (f"{level} % taken" if level else "idle" for level in levels)
-    return ("message", "case", *head), rows
+    return ("message", "case", *map(_level, levels)), rows
+
+
+def _level(share: float) -> str:
+    """How much of the links others want."""
+    return {0.0: "idle", 1.0: "all wanted"}.get(share, f"{100 * share:.0f} % taken")
+
+
+def nvlink_flags_table(records: list[dict]) -> tuple[tuple, Rows]:
+    """Times as fast as the exact sum, without and with XLA's flags."""
+    cells: dict[tuple, dict[str, float]] = {}
+    for record in records:
+        config = record["config"]
+        gain = record["metric"] == "allreduce_speedup" and config["path"] == "echo"
+        if gain and not config.get("background"):
+            cell = cells.setdefault((config["message_bytes"], config["case"]), {})
+            cell[config["xla_flags"]] = record["value"]
+    flags = sorted({flag for found in cells.values() for flag in found})
+    rows = [
+        (
+            cost_tables.size_in_words(size),
+            case,
+            *(f"{found[flag]:.2f}x" for flag in flags),
+        )
+        for (size, case), found in sorted(cells.items())
+        if len(flags) > 1 and len(found) == len(flags)
+    ]
+    return ("message", "case", *(f"`{f}`" if f else "no flag" for f in flags)), rows
 
 
 def nvlink_model_table(records: list[dict]) -> tuple[tuple, Rows]:
@@ -112,12 +142,13 @@ def nvlink_model_table(records: list[dict]) -> tuple[tuple, Rows]:
     rows = []
     for record in records:
         part = record["metric"].removesuffix("_ms")
-        if part in _MODEL_PARTS and not record["config"].get("background"):
+        if part in _MODEL_PARTS:
             config = record["config"]
             ratio = ratios.get((f"{part}_speedup", str(config)))
             rows.append(
                 (
                     _MODEL_PARTS[part],
+                    _level(config.get("background", 0.0)),
                     config["plan"],
                     f"{config['parameters'] / 1e9:.2f} B",
                     f"{config['length']:,}",
@@ -125,7 +156,8 @@ def nvlink_model_table(records: list[dict]) -> tuple[tuple, Rows]:
                     f"{ratio:.2f}x" if ratio else "-",
                 )
             )
-    return ("what", "plan", "parameters", "tokens", "ms", "against exact"), rows
+    head = ("what", "links", "plan", "parameters", "tokens", "ms", "against exact")
+    return head, rows
 
 
 def idle_table(records: list[dict]) -> tuple[tuple, Rows]:

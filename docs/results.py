@@ -29,6 +29,7 @@ _BLOCK = re.compile(
     r"(<!-- results: (?P<name>[\w-]+) -->\n).*?(<!-- end results -->)", re.DOTALL
 )
 _MARKER = re.compile(r"<!-- result: (?P<file>\S+) (?P<keys>[^>]*?) ?-->")
+_NAMES = ("variant", "plan", "case")  # keys whose values have spaces in them
 _NUMBER = re.compile(r"([-+]?\d[\d,]*(?:\.\d+)?)\s*(?:%|x|points|ms|GB/s)?\**\s*$")
 
 
@@ -69,7 +70,7 @@ def markers(text: str) -> Iterator[tuple[str, str, dict[str, str]]]:
         # Spaces in values are written as underscores.
         keys = dict(pair.split("=", 1) for pair in match["keys"].split())
         keys = {
-            key: value.replace("_", " ") if key in ("variant", "plan") else value
+            key: value.replace("_", " ") if key in _NAMES else value
             for key, value in keys.items()
         }
         yield written, match["file"], keys
@@ -360,6 +361,7 @@ TABLES: dict[str, Callable[[pathlib.Path], str]] = {
     "benchmarks-all": from_records(
         _PARITY, benchmark_tables.plan_table, every_set=True
     ),
+    "benchmarks-padded": from_records(_PARITY, benchmark_tables.plan_table, ranks=8),
     "frontier": from_records(_PARITY, benchmark_tables.frontier_table),
     "variants": from_records(
         "benchmark_variants.jsonl", benchmark_tables.variants_table
@@ -367,6 +369,7 @@ TABLES: dict[str, Callable[[pathlib.Path], str]] = {
     "kernels": kernel_table,
     "nvlink": from_records(_NVLINK, network_tables.nvlink_table),
     "nvlink-loaded": from_records(_NVLINK, network_tables.nvlink_loaded_table),
+    "nvlink-flags": from_records(_NVLINK, network_tables.nvlink_flags_table),
     "nvlink-model": from_records(_NVLINK, network_tables.nvlink_model_table),
     "network": from_records(_NETWORK, network_tables.idle_table),
     "network-loaded": from_records(_NETWORK, network_tables.loaded_table),

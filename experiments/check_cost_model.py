@@ -68,7 +68,7 @@ class Settings:
     out: pathlib.Path = RESULTS / "check_cost_model.jsonl"
     ranks: tuple[int, ...] = (8, 16, 32, 64, 128, 256, 512, 1024)  # projected
     ethernet_gbit: tuple[float, ...] = (100.0, 200.0, 400.0)
-    sizes: tuple[int, ...] = tuple(MIB << n for n in (0, 2, 4, 6, 8))
+    sizes: tuple[int, ...] = tuple(MIB << n for n in (0, 2, 4, 6, 8, 10))
     tiny: bool = False  # few projections
 
 

@@ -28,6 +28,7 @@ from echo_jax.training import (
     CheckpointConfig,
     DataConfig,
     MeshConfig,
+    OptimizerConfig,
     TrainConfig,
     TrainingRun,
     prepare,
@@ -48,6 +49,7 @@ class Settings:
     width: int = 512
     batch_size: int = 8  # sequences in a step
     length: int = 512  # bytes of text in a sequence
+    learning_rate: float = 1e-3  # at much higher ones any rounding parts two runs
     dtype: str = "bfloat16"  # of computation and partial sums
     backend: Backend = "auto"
     seed: int = 0
@@ -72,6 +74,7 @@ class Settings:
             mesh=MeshConfig(
                 data_ranks=1, tensor_ranks=self.ranks or 1, simulated=simulated
             ),
+            optimizer=OptimizerConfig(learning_rate=self.learning_rate),
             checkpoint=CheckpointConfig(every=0),
             steps=self.steps,
             backend=self.backend,
