@@ -12,7 +12,6 @@ _VARIANTS = {
     "no-feedback": "4 bits, no feedback",
     "echo-3bit": "3 bits",
     "edges": "4 bits, edges",
-    "edges-3bit": "3 bits, edges",
 }
 
 SECTIONS = (

@@ -2,10 +2,9 @@
 
 Trains a decoder in bfloat16 on prepared text, its tensor-parallel ranks simulated on
 one device by ``vmap``, the code path of shard_map: exact sums, 4 bits both ways, 4 bits
-forward alone, without feedback, 3 bits, 4 and 3 bits with 8 at the ends. Same
-parameters, same text in the same order, same schedule. All are compared with the exact
-run on the same held-out batches at the same step; the longest comparison of each is its
-result.
+forward alone, without feedback, 3 bits, 8 bits at the ends. Same parameters, same text
+in the same order, same schedule. All are compared with the exact run on the same
+held-out batches at the same step; the longest comparison of each is its result.
 
     echo-jax prepare books.txt.xz --out books --vocab-size 16384
     python experiments/train_parity.py --data books --work runs/parity --minutes 9
@@ -58,7 +57,6 @@ RUNS = {
     "no-feedback": ("no-feedback", 4),
     "echo-3bit": ("echo", 3),
     "edges": ("edges", 4),
-    "edges-3bit": ("edges", 3),
 }
 MAIN = ("exact", "echo")
 
