@@ -41,9 +41,10 @@ SECTIONS = (
      "ranks, simulated on one H200; block 64. Whole sets without examples: accuracy "
      "with exact sums, and the difference in points, question by question, with its "
      "standard error. *Graded*: the first call and the last in 8 bits, seven and one "
-     "beside them in 6. Plain is neither rotated nor repaid. *Edges* and *graded* were "
-     "run with the sum added to the stream in the pass that decodes it, the others "
-     "before that, with one more rounding to bfloat16. On 65,536 tokens of prose: "
+     "beside them in 6. Plain is neither rotated nor repaid. *Edges*, *graded* and *by "
+     "sensitivity* in 4.50 bits were run with the sum added to the stream in the pass "
+     "that decodes it, the others before that, with one more rounding to bfloat16; "
+     "each is set against the exact sums of its own run. On 65,536 tokens of prose: "
      "KL divergence of the logits to exact, in nats, and loss above exact. Give "
      "`--model` and `--questions`, a file that `experiments/benchmark_questions.py` "
      "makes."),

@@ -20,8 +20,9 @@ SECTIONS = (
      "of the two spreads, fastest to slowest round (*beyond spread*). How far a "
      "measurement settles the winner: of the cells that were measured twice, those in "
      "which the exact sum and echo in one piece came out in the same order both times "
-     "(*same winner again*). Last, over the cells, the least gain of the settings that "
-     "`advise` gives for a link: 1 where it advises the exact sum."),
+     "(*same winner again*; a dash if none was). Last, over the cells, the least gain "
+     "of the settings that `advise` gives for a link: 1 where it advises the exact "
+     "sum, or what was not measured."),
     ("Predicted sums over NVLink", "check_cost_model", "cost-nvlink",
      "Every measured case beside the cost model's time. The link is fitted to three "
      "sizes of the exact sum, each codec to the same three of its case (1, 64 and "
@@ -32,8 +33,8 @@ SECTIONS = (
      "1 and 16 MiB) without a limit and at 400 Mbit/s; everything else follows from "
      "the nominal rates, and from the token bucket of the links, 256 kB that pass at "
      "once, which is known and not fitted. A sum is taken to find the bucket full: on "
-     "slow links the sums before it have emptied it, and 256 KiB and 1 MiB at 50 and "
-     "100 Mbit/s then take up to nine times as long as predicted."),
+     "slow links the sums before it have emptied it, and between two processes 64 KiB "
+     "to 1 MiB at 50 and 100 Mbit/s then take up to nine times as long as predicted."),
     ("Projections", "check_cost_model", "cost-projected",
      "Not measured: how many times faster one bfloat16 sum is with the settings "
      "that `advise` gives, nodes of eight, by the bytes of a message; a dash where "

@@ -192,7 +192,14 @@ class DepthPlan:
         Raises:
           ValueError: if the smallest width costs more than the budget, or is no width,
             or for an exact configuration.
+          TypeError: if ``sensitivity`` is not a Sensitivity.
         """
+        if not isinstance(sensitivity, Sensitivity):
+            raise TypeError(
+                f"sensitivity must be a Sensitivity, got {type(sensitivity).__name__}: "
+                "measure it with echo_jax.models.measure_sensitivity, or write "
+                "Sensitivity(effects=(...), bits=4)."
+            )
         if config.is_exact:
             raise ValueError(
                 "an exact configuration has no bits to spend: leave out exact()."

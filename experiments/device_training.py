@@ -2,11 +2,12 @@
 
 Trains a decoder for some steps on tensor-parallel ranks simulated on one device, then
 on as many devices, from the same parameters on the same text, with sums in 4 bits and
-with exact ones. Recorded are the largest difference of the losses, the distance of the
-exact run as a scale, and how many of the parameters that every rank holds differ
-between ranks in any bit. A sum that differs in its last bit can fall to another code,
-after which two runs part as those of two quantizers would: the first losses are the
-same to the bit, later ones are only as near as echo's are to exact ones.
+with exact ones. Recorded are the largest difference of the losses, the distance from a
+simulated run with exact sums as a scale, and how many of the parameters that every rank
+holds differ between ranks in any bit. These must be none; the losses need not agree: a
+sum that differs in its last bit can fall to another code, and training widens what
+differs. For the variant ``exact`` the scale is the distance of two runs of one program:
+zero on a CPU, but not on a GPU, which adds in no fixed order.
 
     python experiments/device_training.py            # all devices of one host
     python experiments/device_training.py --tiny     # two CPU devices, for CI

@@ -1,6 +1,7 @@
 import json
 import math
 import pathlib
+from typing import Any
 
 import jax.numpy as jnp
 import pytest
@@ -185,6 +186,13 @@ def test_a_budget_that_cannot_be_spent_is_refused(config, bits, words):
     sensitivity = Sensitivity(effects=(1.0, 2.0), bits=4)
     with pytest.raises(ValueError, match=words):
         DepthPlan.from_sensitivity(sensitivity, config, bits=bits)
+
+
+@pytest.mark.usefixtures("as_shipped")
+def test_bare_effects_are_no_sensitivity():
+    bare: Any = (1.0, 2.0)
+    with pytest.raises(TypeError, match=r"got tuple: measure it .*effects=\("):
+        DepthPlan.from_sensitivity(bare)
 
 
 @pytest.mark.parametrize(

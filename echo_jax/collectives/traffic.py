@@ -226,7 +226,8 @@ def _checked(shape, dtype, axis_size: int, config, verb: str) -> Shape:
         raise ValueError(f"verb={verb!r} is not known: choose one of {get_args(Verb)}.")
     if not isinstance(shape, tuple | list):
         raise TypeError(
-            f"shape must be a tuple, got {shape!r}: that of one rank's x, as x.shape."
+            f"shape must be a tuple, got {type(shape).__name__}: give that of one "
+            "rank's x, as x.shape."
         )
     if not all(isinstance(n, Integral) and int(n) >= 0 for n in shape):
         raise ValueError(f"shape={shape!r} must hold integers of at least 0.")

@@ -174,8 +174,12 @@ def test_refused_questions(function):
         ask((6, 4), "float32", 2, config=big, verb="psum_scatter", scatter_dimension=2)
     with pytest.raises(ValueError, match="verb='all_to_all'"):
         ask((6, 4), "float32", 2, config=big, verb="all_to_all")
-    with pytest.raises((TypeError, ValueError), match="shape"):
+    with pytest.raises(TypeError, match=r"shape must be a tuple, got int.*x\.shape"):
         ask(64, "float32", 2)
+    with pytest.raises(TypeError) as refusal:  # not with the values of the array
+        ask(np.zeros((64, 64)), "float32", 2)
+    assert "got ndarray" in str(refusal.value)
+    assert len(str(refusal.value)) < 100
 
 
 @pytest.mark.usefixtures("as_shipped")
