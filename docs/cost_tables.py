@@ -22,7 +22,7 @@ SECTIONS = (
      "which the exact sum and echo in one piece came out in the same order both times "
      "(*same winner again*; a dash if none was). Last, over the cells, the least gain "
      "of the settings that `advise` gives for a link: 1 where it advises the exact "
-     "sum, or what was not measured."),
+     "sum."),
     ("Predicted sums over NVLink", "check_cost_model", "cost-nvlink",
      "Every measured case beside the cost model's time. The link is fitted to three "
      "sizes of the exact sum, each codec to the same three of its case (1, 64 and "

@@ -19,7 +19,8 @@ class Sample:
     """One measured sum.
 
     Raises:
-      ValueError: for a time that is not positive and finite.
+      ValueError: for a time that is not positive and finite, or a size, a number of
+        pieces or a rate that is not positive.
     """
 
     message_bytes: int  # size of a rank's tensor
@@ -30,6 +31,10 @@ class Sample:
     def __post_init__(self):
         if not 0 < self.seconds < math.inf:
             raise ValueError(f"seconds={self.seconds} must be above 0 and finite.")
+        for name in ("message_bytes", "num_chunks", "bytes_per_second"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{name}={value} must be above 0.")
 
 
 def fit(
