@@ -181,8 +181,12 @@ def test_what_cannot_be_fitted_says_why():
         fit(samples, 4, burst_bytes=1000)
     with pytest.raises(ValueError, match=r"seconds=0\.0 must be above 0"):
         Sample(message_bytes=1, seconds=0.0)
-    for wrong in ("message_bytes", "num_chunks", "bytes_per_second"):
-        with pytest.raises(ValueError, match=f"{wrong}=0 must be above 0"):
-            Sample(**{"message_bytes": 1, "seconds": 1.0, wrong: 0})
+    for name, wrong in (
+        ("message_bytes", 0),
+        ("num_chunks", 0),
+        ("bytes_per_second", 0.0),
+    ):
+        with pytest.raises(ValueError, match=f"{name}={wrong} must be above 0"):
+            Sample(**{"message_bytes": 1, "seconds": 1.0, name: wrong})
     with pytest.raises(ValueError, match="1 rank sends nothing"):
         calibrate(mesh(tp=1))
