@@ -356,6 +356,9 @@ TABLES: dict[str, Callable[[pathlib.Path], str]] = {
     "gradient": gradient_table,
     "training": training_table,
     "train-parity": from_records("train_parity.jsonl", training_tables.parity_table),
+    "device-training": from_records(
+        "device_training.jsonl", training_tables.device_table
+    ),
     "feedback-depth": feedback_depth_table,
     "benchmarks": from_records(_PARITY, benchmark_tables.plan_table),
     "benchmarks-all": from_records(

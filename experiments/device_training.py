@@ -7,13 +7,15 @@ simulated run with exact sums as a scale, and how many of the parameters that ev
 holds differ between ranks in any bit. These must be none; the losses need not agree: a
 sum that differs in its last bit can fall to another code, and training widens what
 differs. For the variant ``exact`` the scale is the distance of two runs of one program:
-zero on a CPU, but not on a GPU, which adds in no fixed order.
+zero on a CPU, but not on a GPU, which adds in no fixed order unless XLA_FLAGS has
+--xla_gpu_deterministic_ops=true.
 
     python experiments/device_training.py            # all devices of one host
     python experiments/device_training.py --tiny     # two CPU devices, for CI
 """
 
 import dataclasses
+import os
 import pathlib
 import tempfile
 
@@ -126,7 +128,8 @@ def compare(settings: Settings, writer: RecordWriter) -> None:
         del chosen[name]
 
     def write(metric, value, unit, variant, baseline=None, **more):
-        config = {**chosen, "variant": variant, **more}
+        flags = os.environ.get("XLA_FLAGS", "")
+        config = {**chosen, "xla_flags": flags, "variant": variant, **more}
         writer.write(
             Record(
                 experiment="device_training",
