@@ -85,7 +85,10 @@ def test_links_have_the_rate_and_traffic_takes_its_part():
 def test_nothing_is_left_after_an_interrupt(number, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
-        "import sys, time\n"
+        "import signal, sys, time\n"
+        # A shell that runs the tests in the background has it ignored, and Python then
+        # leaves it so.
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         f"sys.path.insert(0, {str(ROOT / 'experiments')!r})\n"
         "from netlab.namespaces import network\n"
         "with network(2):\n"
