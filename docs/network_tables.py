@@ -45,13 +45,14 @@ SLOW_SECTIONS = (
      "exchanges, mostly ties or loses on two and four; from 256 KiB on it wins. More "
      "ranks, which share the two cores: the gain of 16 MiB falls over links of 200 "
      "Mbit/s and less, and rises without a limit, since the exact sum slows down more. "
-     "All cells are of one run."),
+     "All cells are of one run, with `--parts allreduce --chunks 1 4 8`."),
     ("Sums beside other traffic", "bench_network", "network-loaded",
      "The same; datagrams of others take the stated part of every link, both ways."),
     ("A decoder over a slow network", "bench_network", "network-model",
      "The same, random weights, two processes, prompts and sequences of 256 tokens. "
      "Exact sums travel in float16. The rate is the one at which sums take about a "
-     "quarter of the time to the first token on an idle link."),
+     "quarter of the time to the first token on an idle link. Idle links with "
+     "`--backgrounds 0 --budget 30`, others with the fewest rounds, three."),
 )  # fmt: skip
 
 

@@ -49,6 +49,7 @@ from echo_jax.cost_model import (
     predict,
     project,
 )
+from echo_jax.cost_model.advice import MARGIN
 from echo_jax.records import Record, RecordWriter, read_records
 
 RESULTS = pathlib.Path(__file__).parent / "results"
@@ -292,6 +293,8 @@ def judge(grid: str, rows: list[Row]) -> Iterator[Record]:
             error = statistics.median(row.error for row in some)
             config = {"grid": grid, "of": of, "count": len(some)}
             yield new(metric="median_relative_error", value=error, config=config)
+            within = statistics.fmean(row.error < MARGIN for row in some)
+            yield new(metric="share_within_margin", value=within, config=config)
     found = duels(rows)
     clear = [d for d in found if not 1 / CLEAR < d.measured < CLEAR]
     beyond = [d for d in found if d.beyond_spread]

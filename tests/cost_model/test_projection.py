@@ -99,6 +99,18 @@ def test_the_measured_machine_is_the_one_that_was_measured():
         )
 
 
+def test_pieces_overlap_as_they_were_measured_to():
+    records = check_cost_model.sums(
+        ROOT / "experiments" / "results" / "bench_nvlink.jsonl",
+        lambda c: (
+            check_cost_model.is_plain(c)
+            and check_cost_model.PIECES.sub("", c["case"]) in ("psum bf16", "4 bits")
+        ),
+    )
+    found = check_cost_model.model_of(records, rated=False)
+    assert found.codec.overlap == pytest.approx(MEASURED.codec.overlap, abs=0.1)
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

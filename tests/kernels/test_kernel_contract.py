@@ -8,12 +8,12 @@ import subprocess
 import sys
 import types
 
-import jax
 import pytest
 
 from echo_jax.kernels import pallas
 from echo_jax.kernels.api import KERNEL_BITS
 from tests.kernels import kernel_contract
+from tests.kernels.devices import has_gpu
 
 HERE = pathlib.Path(__file__).parent
 # The interpreters take seconds for a case: some of the cases every time, and all of
@@ -31,13 +31,6 @@ INTERPRETED = types.SimpleNamespace(
         for stage in ("send", "reduce", "return_")
     }
 )
-
-
-def has_gpu() -> bool:
-    try:
-        return bool(jax.local_devices(backend="cuda"))
-    except RuntimeError:
-        return False
 
 
 @pytest.mark.parametrize("case", PALLAS, ids=str)

@@ -3,6 +3,8 @@
 NVIDIA's memory checker watches one case of the kernel contract after the other, each in
 a process of its own and with every buffer allocated by itself: in JAX's memory pool,
 what lies behind a buffer belongs to the process too, and the checker would be silent.
+
+    JAX_PLATFORMS=cuda python -m pytest tests/kernels/test_memory_checks.py -m long
 """
 
 import os
@@ -14,7 +16,7 @@ import sys
 import pytest
 
 from tests.kernels import kernel_contract
-from tests.kernels.test_kernel_contract import has_gpu
+from tests.kernels.devices import has_gpu
 
 ROOT = pathlib.Path(__file__).parents[2]
 CHECKER = "compute-sanitizer"
