@@ -46,6 +46,12 @@ SLOW_SECTIONS = (
      "ranks, which share the two cores: the gain of 16 MiB falls over links of 200 "
      "Mbit/s and less, and rises without a limit, since the exact sum slows down more. "
      "All cells are of one run, with `--parts allreduce --chunks 1 4 8`."),
+    ("Sums of PyTorch over a slow network", "bench_network", "network-torch",
+     "PyTorch's gloo in the same namespaces, by `--torch PYTHON`: time of its "
+     "all-reduce of float16, and how much faster echo's best of the table above is, "
+     "which was measured earlier. Over limited links echo gains about as much as over "
+     "JAX's. Without a limit it mostly loses: PyTorch adds float16 several times as "
+     "fast as JAX's `psum` of it."),
     ("Sums beside other traffic", "bench_network", "network-loaded",
      "The same; datagrams of others take the stated part of every link, both ways."),
     ("A decoder over a slow network", "bench_network", "network-model",
@@ -180,6 +186,31 @@ def idle_table(records: list[dict]) -> tuple[tuple, Rows]:
             *(_ratio(exact, best, (processes, rate, 0, size)) for size in sizes),
         )
         for processes, rate in sorted({cell[:2] for cell in idle})
+    ]
+    return ("processes", "link", *map(cost_tables.size_in_words, sizes)), rows
+
+
+def torch_table(records: list[dict]) -> tuple[tuple, Rows]:
+    """PyTorch's all-reduce of float16 over idle links, and how much faster echo is."""
+    exact, best = _sums(records)
+    theirs: dict[tuple, float] = {}
+    gain: dict[tuple, float] = {}
+    for record in records:
+        config = record["config"]
+        if config["part"] == "torch" and config["dtype"] == "float16":
+            rate = config["rate_mbit"] or math.inf
+            cell = (config["processes"], rate, 0, config["message_bytes"])
+            theirs[cell] = record["value"]
+            if cell in best:
+                gain[cell] = record["value"] * best[cell] / exact[cell]
+    sizes = sorted({cell[3] for cell in theirs})
+    rows = [
+        (
+            f"{processes}",
+            _link(rate),
+            *(_ratio(theirs, gain, (processes, rate, 0, size)) for size in sizes),
+        )
+        for processes, rate in sorted({cell[:2] for cell in theirs})
     ]
     return ("processes", "link", *map(cost_tables.size_in_words, sizes)), rows
 
