@@ -173,6 +173,7 @@ def describe(
     return entries | {
         "bits": case.config.format.bits,
         "rotate": case.config.format.rotate,
+        "algorithm": case.config.algorithm,
         "residual_dtype": case.config.residual_dtype,
     }
 

@@ -10,6 +10,7 @@ from echo_jax.wire.format import WireFormat
 
 Backend = Literal["auto", "xla", "triton", "pallas"]
 Path = Literal["auto", "exact"]
+Algorithm = Literal["two-shot", "one-shot"]
 ResidualDtype = Literal["float32", "bfloat16", "int8", "int4"]
 
 # What "auto" stands for. For smaller messages, launching the codec and making two
@@ -44,6 +45,11 @@ class EchoConfig:
     # a byte for each value and one scale for each block, stored in arrays of a float
     # dtype (see wire/compact.py).
     residual_dtype: ResidualDtype = "bfloat16"
+    # How echo_psum adds up. "two-shot": each rank adds up one chunk and hands out the
+    # sum. "one-shot": each rank receives everything and adds it up itself: one exchange
+    # instead of two and one rounding instead of two, but N/2 times the bytes, which
+    # are as many for two ranks. The collectives with one exchange have no choice.
+    algorithm: Algorithm = "two-shot"
     # Into how many pieces echo_psum cuts a message, to overlap codec and transport.
     num_chunks: int = 1
     backend: Backend = "auto"  # what runs the codec; checked when a call is made
@@ -63,6 +69,10 @@ class EchoConfig:
             )
         if self.path not in get_args(Path):
             raise ValueError(f"path={self.path!r} must be one of {get_args(Path)}.")
+        if self.algorithm not in get_args(Algorithm):
+            raise ValueError(
+                f"algorithm={self.algorithm!r} must be one of {get_args(Algorithm)}."
+            )
         object.__setattr__(self, "residual_dtype", _dtype_name(self.residual_dtype))
         if type(self.num_chunks) is not int or self.num_chunks < 1:
             raise ValueError(

@@ -37,6 +37,7 @@ Payload: TypeAlias = UInt8[Array, "payload_bytes"]
 """What travels to one destination: the codes of all blocks, then their scales."""
 
 Payloads: TypeAlias = UInt8[Array, "chunks payload_bytes"]
+RanksPayloads: TypeAlias = UInt8[Array, "ranks chunks payload_bytes"]
 """One payload for (or from) each rank."""
 
 SendResidual: TypeAlias = Float[Array, "chunks blocks block"]

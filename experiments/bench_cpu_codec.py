@@ -75,7 +75,7 @@ def stages(x, fmt: echo.WireFormat, residual_dtype: str | None, ranks: int):
 
     def return_(state):
         x, owed, payloads, _ = state
-        rows = codec.return_(payloads, shape=x.shape, dtype=x.dtype, fmt=fmt)
+        rows = codec.return_(payloads[None], shape=x.shape, dtype=x.dtype, fmt=fmt)
         return x, owed, payloads, rows
 
     payloads, _ = codec.send(x, None, fmt=fmt, chunks=ranks)

@@ -130,10 +130,10 @@ def stage_calls(point: Point) -> dict[str, Callable]:
         return x, payloads, sums, w, v, rows
 
     def return_(x, payloads, sums, w, v, rows):
-        return x, payloads, sums, w, v, back(payloads)
+        return x, payloads, sums, w, v, back(payloads[None])
 
     def return_add(x, payloads, sums, w, v, rows):
-        return x, payloads, sums, w, v, back(payloads, stream=x)
+        return x, payloads, sums, w, v, back(payloads[None], stream=x)
 
     def total(*state):
         # Every rank's chunk of the sum would travel; the payloads have their size.
@@ -237,8 +237,8 @@ def differing_codes(point: Point, key: jax.Array) -> float:
         expected, v
     )
     static = {"shape": small.shape, "dtype": x.dtype, "fmt": small.fmt}
-    rows = jax.jit(functools.partial(codec.return_, **static))(expected)
-    expected_rows = jax.jit(functools.partial(xla.return_, **static))(expected)
+    rows = jax.jit(functools.partial(codec.return_, **static))(expected[None])
+    expected_rows = jax.jit(functools.partial(xla.return_, **static))(expected[None])
     if not (rows == expected_rows).all():
         raise ValueError(f"{point}: return differs from the definition")
     shares = []

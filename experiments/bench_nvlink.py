@@ -48,6 +48,7 @@ class Settings:
     )  # bytes of a rank's bfloat16 message
     seconds: float = 420.0  # after which no further measurement is begun
     pieces: tuple[int, ...] = (2, 4)  # that a message is cut into, besides one
+    only: tuple[str, ...] = ()  # names of the cases, besides psum; none: all of them
     repetitions: int = 7  # of each chain; the median counts
     chain: int = 16  # dependent sums that are timed together; half of large ones
     background: tuple[float, ...] = (0.5, 0.75, 1.0)  # of the links, besides none
@@ -62,13 +63,13 @@ class Settings:
 def cases(settings: Settings) -> list[Case]:
     """The exact sum first: it is the baseline of the others."""
 
-    def config(bits=4, rotate=True, residual="int8", pieces=1, feedback=True):
+    def config(bits=4, rotate=True, residual="int8", pieces=1, **fields):
         return echo.EchoConfig(
             format=echo.WireFormat(bits=bits, rotate=rotate),
-            feedback=feedback,
             min_bytes=0,
             residual_dtype=residual,
             num_chunks=pieces,
+            **fields,
         )
 
     kinds = {
@@ -76,12 +77,14 @@ def cases(settings: Settings) -> list[Case]:
         "4 bits, int4 residual": {"residual": "int4"},
         "4 bits, not rotated": {"rotate": False},
         "4 bits, no feedback": {"feedback": False},
+        "4 bits, one shot": {"algorithm": "one-shot"},
+        "4 bits, one shot, not rotated": {"algorithm": "one-shot", "rotate": False},
         "8 bits": {"bits": 8},
     }
     cut = [("4 bits", n) for n in settings.pieces]
     for n in settings.pieces[-1:]:
-        cut += [("4 bits, not rotated", n), ("4 bits, no feedback", n)]
-    return [
+        cut += [(name, n) for name in kinds if name not in ("4 bits", "8 bits")]
+    found = [
         Case(name="psum bf16"),
         Case(name="default settings", config=echo.EchoConfig()),
         *(Case(name=name, config=config(**kind)) for name, kind in kinds.items()),
@@ -90,6 +93,11 @@ def cases(settings: Settings) -> list[Case]:
             for name, n in cut
         ),
     ]
+    names = {case.name for case in found}
+    if not names.issuperset(settings.only):
+        raise SystemExit(f"--only takes of {', '.join(sorted(names))}")
+    wanted = {found[0].name, *settings.only} if settings.only else names
+    return [case for case in found if case.name in wanted]
 
 
 class Clock:
@@ -198,6 +206,9 @@ def plans() -> dict[str, echo.DepthPlan]:
         "exact": echo.DepthPlan.uniform(config.exact()),
         "echo": echo.DepthPlan.uniform(config),
         "echo edges": echo.DepthPlan.edges(config),
+        "echo one shot": echo.DepthPlan.uniform(
+            dataclasses.replace(config, algorithm="one-shot")
+        ),
     }
 
 

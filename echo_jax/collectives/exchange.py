@@ -1,9 +1,11 @@
 """How payloads move between ranks; gradients and bit layouts are defined elsewhere.
 
-An all-reduce has two steps: every rank sends chunk ``j`` of its tensor to rank ``j``
-(one ``all_to_all`` of uint8), which adds the chunks, quantizes the sum and sends it to
-all ranks (one ``all_gather`` of uint8). Every rank, also the one that made the sum,
-decodes it from the same bytes, so that the results are bit-identical.
+An all-reduce in two shots has two steps: every rank sends chunk ``j`` of its tensor to
+rank ``j`` (one ``all_to_all`` of uint8), which adds the chunks, quantizes the sum and
+sends it to all ranks (one ``all_gather`` of uint8). Every rank, also the one that made
+the sum, decodes it from the same bytes, so that the results are bit-identical. In one
+shot, every rank sends all chunks to all ranks (one ``all_gather``), and each adds up
+the same bytes in the same order.
 """
 
 import dataclasses
@@ -17,7 +19,7 @@ from echo_jax import axes
 from echo_jax.config import EchoConfig
 from echo_jax.kernels import get_codec
 from echo_jax.residual import Residual
-from echo_jax.typing import AnyFloat, AxisName, Payload, Payloads
+from echo_jax.typing import AnyFloat, AxisName, Payload, Payloads, RanksPayloads
 from echo_jax.wire import blocks as blocking
 
 # Pieces whose sums are made before the first one is decoded: one is then on its way
@@ -38,33 +40,54 @@ def all_reduce(
     Decoding the sum adds the two in float32 and rounds once to x's dtype.
 
     With pieces, the stages of different ones take turns so that at any time one piece
-    is on its way while the codec works on others. Which rank sums a block does not
+    is on its way while the codec works on others. Which rank adds up a block does not
     depend on the number of pieces, so neither does any bit of the result.
     """
     ranks, shape = axes.axis_size(axis_name), blocking.row_shape(x.shape)
     codec, fmt = get_codec(config.backend, config.format), config.format
     blocks = blocking.blocks_per_chunk(shape, fmt.block_size, ranks)
     pieces = blocking.cut_pieces(blocks, config.num_chunks)
-    send = None if residual is None else residual.send
-    reduce = None if residual is None else residual.reduce
     stream = None if add_to is None else add_to.reshape(shape)
     decode = functools.partial(
         codec.return_, shape=shape, dtype=x.dtype, fmt=fmt, stream=stream
     )
-    parts, send = _scatter_pieces(x.reshape(shape), send, axis_name, config, pieces)
+    one_shot = config.algorithm == "one-shot"
+    add_up = _add_up_everywhere if one_shot else _add_up_in_chunks
+    y, residual = add_up(x.reshape(shape), residual, axis_name, config, pieces, decode)
+    assert y is not None  # cut_pieces returns at least one piece
+    return y.reshape(x.shape), residual
+
+
+def _add_up_in_chunks(rows, residual, axis_name: AxisName, config, pieces, decode):
+    """Two shots: every rank adds up its chunk and hands out the sum."""
+    codec, fmt = get_codec(config.backend, config.format), config.format
+    send = None if residual is None else residual.send
+    reduce = None if residual is None else residual.reduce
+    parts, send = _encode_pieces(rows, send, axis_name, config, pieces, _exchange)
     sums, y = [], None
     for n, piece in enumerate(pieces):
         if n >= _AHEAD:
             y = decode(sums[n - _AHEAD], piece=pieces[n - _AHEAD], out=y)
             y, parts[n] = axes.in_turn(y, parts[n])
         total, reduce = codec.reduce(parts[n], reduce, fmt=fmt, piece=piece)
-        sums.append(_gather_sum(total, axis_name))
+        sums.append(_hand_out(total, axis_name)[None])
     for total, piece in list(zip(sums, pieces, strict=True))[-_AHEAD:]:
         y = decode(total, piece=piece, out=y)
-    assert y is not None  # cut_pieces returns at least one piece
     if residual is not None:
         residual = dataclasses.replace(residual, send=send, reduce=reduce)
-    return y.reshape(x.shape), residual
+    return y, residual
+
+
+def _add_up_everywhere(rows, residual, axis_name: AxisName, config, pieces, decode):
+    """One shot: every rank receives all chunks of all ranks and adds them up."""
+    send = None if residual is None else residual.send
+    parts, send = _encode_pieces(rows, send, axis_name, config, pieces, _hand_out)
+    y = None
+    for part, piece in zip(parts, pieces, strict=True):
+        y = decode(part, piece=piece, out=y)
+    if residual is not None:
+        residual = dataclasses.replace(residual, send=send)
+    return y, residual
 
 
 def reduce_scatter(
@@ -98,7 +121,7 @@ def gather(
     payloads = lax.all_gather(payloads[0], axis_name, axis=0, tiled=False)
     ranks = payloads.shape[0]
     y = codec.return_(
-        payloads, shape=(ranks * shape[0], shape[1]), dtype=x.dtype, fmt=fmt
+        payloads[None], shape=(ranks * shape[0], shape[1]), dtype=x.dtype, fmt=fmt
     )
     if residual is not None:
         send = jax.tree.map(_pad_like, owed, residual.send)
@@ -106,15 +129,15 @@ def gather(
     return y.reshape(ranks, *x.shape), residual
 
 
-def _scatter_pieces(rows, owed, axis_name: AxisName, config: EchoConfig, pieces):
-    """Encodes each piece and gives every rank its part; also returns the residual."""
+def _encode_pieces(rows, owed, axis_name, config: EchoConfig, pieces, transport):
+    """Encodes and transports one piece after the other; also returns the residual."""
     codec, fmt = get_codec(config.backend, config.format), config.format
     ranks, parts = axes.axis_size(axis_name), []
     for piece in pieces:
         part, owed = codec.send(rows, owed, fmt=fmt, chunks=ranks, piece=piece)
-        if parts:  # exchanged one after the other, in this order
+        if parts:  # transported one after the other, in this order
             part, parts[-1] = axes.in_turn(part, parts[-1])
-        parts.append(_exchange(part, axis_name))
+        parts.append(transport(part, axis_name))
     return parts, owed
 
 
@@ -128,8 +151,10 @@ def _exchange(payloads: Payloads, axis_name: AxisName) -> Payloads:
     return lax.all_to_all(payloads, axis_name, split_axis=0, concat_axis=0, tiled=True)
 
 
-def _gather_sum(payload: Payload, axis_name: AxisName) -> Payloads:
-    """Hands out each rank's chunk of the sum, the same to all by construction."""
+def _hand_out(
+    payload: Payload | Payloads, axis_name: AxisName
+) -> Payloads | RanksPayloads:
+    """Hands out what each rank has, the same to all by construction."""
     # Under a plain vmap JAX rejects to="invarying".
     to = "invarying" if axes.is_tracked(axis_name) else "varying"
     return lax.all_gather(payload, axis_name, axis=0, tiled=False, to=to)

@@ -112,8 +112,8 @@ def wire_bytes(
       tiled: of ``psum_scatter``.
 
     Returns:
-      A dict such as ``{"all_to_all": 1904, "all_gather": 1904}`` or
-      ``{"all_reduce": 7168}``.
+      A dict such as ``{"all_to_all": 1904, "all_gather": 1904}``, or
+      ``{"all_gather": 15232}`` in one shot, or ``{"all_reduce": 7168}``.
 
     Raises:
       ValueError: if ``axis_size`` is not at least 1, the dtype is not supported, the
@@ -136,6 +136,8 @@ def wire_bytes(
     sent = others * blocks * fmt.block_bytes
     if verb == "psum_scatter":
         return {"all_to_all": sent}
+    if config.algorithm == "one-shot":
+        return {"all_gather": axis_size * sent}
     return {"all_to_all": sent, "all_gather": sent}
 
 

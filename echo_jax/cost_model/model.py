@@ -14,6 +14,7 @@ from echo_jax.collectives import wire_bytes
 from echo_jax.collectives.traffic import check_dtype
 from echo_jax.config import EchoConfig
 from echo_jax.files import write_text
+from echo_jax.wire.blocks import blocks_per_chunk
 from echo_jax.wire.format import WireFormat
 
 
@@ -133,6 +134,9 @@ class CostModel:
     :math:`K` is the number of pieces; :math:`W_a` and :math:`W_g` are the bytes of
     :func:`echo_jax.wire_bytes` for all_to_all and all_gather.
 
+    In one shot :math:`W_a = 0`, :math:`W_g` is :math:`N` times as large, and a piece
+    waits for the :math:`N-1` steps of the all_gather alone.
+
     If ``exact.tree`` is set, an exact sum uses a tree where that is faster:
     :math:`2\lceil\log_2 N\rceil` steps and :math:`2B` bytes. If ``link.at_once`` is
     set, echo waits for :math:`N` steps instead of :math:`2(N-1)`: for one in the
@@ -190,7 +194,7 @@ class CostModel:
         """
         values = self.values(message_bytes)
         sent = self._wire(values)
-        pieces = self._pieces(sent["all_gather"], num_chunks)
+        pieces = self._pieces(values, num_chunks)
         codec = values * self.codec.value_seconds
         exchange = sent["all_to_all"] * (1 + self.link.stall / pieces)
         wire = self.link.seconds(exchange + sent["all_gather"])
@@ -245,20 +249,21 @@ class CostModel:
     def _echo_steps(self) -> int:
         """Latencies that a piece waits for, one after the other."""
         others = self.ranks - 1
+        if self.config.algorithm == "one-shot":
+            return others
         return min(1, others) + others if self.link.at_once else 2 * others
 
-    def _pieces(self, gathered: int, num_chunks: int) -> int:
-        """Number of pieces of a message whose all_gather sends ``gathered`` bytes."""
-        if self.ranks == 1:
-            return num_chunks
-        part = gathered // (self.ranks - 1)  # of a rank, in whole blocks
-        return max(1, min(num_chunks, part // self.config.format.block_bytes))
+    def _pieces(self, values: int, num_chunks: int) -> int:
+        """Number of pieces of a message: at most the blocks of a chunk."""
+        size = self.config.format.block_size
+        return max(1, min(num_chunks, blocks_per_chunk((values,), size, self.ranks)))
 
     def _wire(self, values: int) -> dict[str, int]:
-        """Bytes that a rank sends in the two exchanges."""
-        if not values:
-            return {"all_to_all": 0, "all_gather": 0}
-        return _wire_bytes(values, self.ranks, self.config, self.dtype)
+        """Bytes that a rank sends in the exchanges."""
+        sent = {"all_to_all": 0, "all_gather": 0}
+        if values:
+            sent |= _wire_bytes(values, self.ranks, self.config, self.dtype)
+        return sent
 
 
 # Fits and break-even searches ask for the same few messages hundreds of times.

@@ -35,8 +35,9 @@ class Codec:
       the same chunk from each rank, adds these in rank order in float32, adds the
       residual ``(blocks, block_size)``, and quantizes the sum.
     * ``return_(payloads, *, shape, dtype, fmt, stream, piece, out) -> x``: dequantizes
-      the gathered payloads, rotates back, adds ``stream`` in float32 if there is one,
-      and casts the result, rows of ``shape``, to ``dtype``.
+      the gathered payloads, ``(ranks, chunks, payload)``, rotates back, adds the ranks
+      up in their order in float32, adds ``stream`` if there is one, and casts the
+      result, rows of ``shape``, to ``dtype``. Gathered sums count as one rank's.
     * ``sum_chunks(payloads, *, shape, dtype, fmt) -> x``: the sum that ``reduce``
       computes, rotated back but not quantized, for a reduce-scatter.
 

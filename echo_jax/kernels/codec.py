@@ -92,7 +92,7 @@ def dequantize(
     if math.prod(shape) == 0:
         return jnp.zeros(shape, dtype)
     rows = get_codec(backend, fmt).return_(
-        payload[None], shape=blocking.row_shape(shape), dtype=dtype, fmt=fmt
+        payload[None, None], shape=blocking.row_shape(shape), dtype=dtype, fmt=fmt
     )
     return rows.reshape(shape)
 

@@ -85,17 +85,19 @@ def return_(
     piece: Piece | None = None,
     interpret: bool = False,
 ):
-    """``(batch, chunks, payload)`` to ``(batch, rows, width)``, plus the stream."""
-    batch, chunks, payload_bytes = payloads.shape
+    """``(batch, ranks, chunks, payload)`` to ``(batch, rows, width)``, plus stream."""
+    batch, ranks, chunks, payload_bytes = payloads.shape
+    # All ranks of a chunk together: what one program adds up.
+    payloads = jnp.swapaxes(payloads, 1, 2).reshape(batch * chunks, ranks, -1)
     blocks, size = payload_bytes // fmt.block_bytes, fmt.block_size
     extent = (batch * chunks, blocks, size)
-    inputs, specs = [payloads.reshape(batch * chunks, -1)], [_WHOLE]
+    inputs, specs = [payloads], [_WHOLE]
     if stream is not None:
         old = blocking.take_piece(_cut(stream, fmt, chunks), piece, axis=2)
         inputs.append(old.reshape(extent))
         specs.append(_tiles(blocks, size))
     rows = _call(
-        functools.partial(_return_kernel, fmt=fmt, blocks=blocks),
+        functools.partial(_return_kernel, fmt=fmt, blocks=blocks, ranks=ranks),
         inputs,
         specs,
         [_like(jax.ShapeDtypeStruct(extent, dtype), payloads)],
@@ -167,12 +169,19 @@ def _reduce_kernel(payloads_ref, *refs, fmt: WireFormat, blocks: int, ranks: int
     _encode(total, refs, fmt, blocks)
 
 
-def _return_kernel(payloads_ref, *refs, fmt: WireFormat, blocks: int):
+def _return_kernel(payloads_ref, *refs, fmt: WireFormat, blocks: int, ranks: int):
     *streams, rows_ref = refs
-    values, scales = _read(payloads_ref, (pl.program_id(0),), fmt, blocks)
-    if fmt.rotate:
-        values, scales = _transform(values), scales * 2.0**-fmt.inverse_exponent
-    values = values * scales[:, None]
+
+    def decoded(rank):
+        index = (pl.program_id(0), jnp.int32(rank))
+        levels, scales = _read(payloads_ref, index, fmt, blocks)
+        if fmt.rotate:
+            levels, scales = _transform(levels), scales * 2.0**-fmt.inverse_exponent
+        return levels * scales[:, None]
+
+    values = decoded(0)
+    for rank in range(1, ranks):
+        values = values + decoded(rank)
     for stream_ref in streams:
         values = stream_ref[...].astype(jnp.float32) + values
     rows_ref[...] = values.astype(rows_ref.dtype)

@@ -28,34 +28,33 @@ class _Tuning:
     # Values of a tile. With 16 or 32 for each thread, many programs stay resident.
     tile_values: int
     num_warps: int  # of a program; with few, barriers wait for few
-    # Tiles that a program has in flight. With 1, each tile has a program of its own.
-    stages: int = 1
-    resident: int = 0  # programs for each multiprocessor, where stages are more than 1
+    tiles: int = 1  # of a program, one after the other; more than one need stages
+    stages: int = 1  # tiles that a program has in flight
 
 
 # Without rotation a kernel is loads, a little arithmetic and stores; many small
 # programs hide memory latency best. With rotation, tensor cores and barriers come in
-# between, and persistent programs that load ahead are faster. There are as many of them
-# as the registers have room for, since any others would start only when these are done:
-# ten of 64 threads, with up to 96 registers for each thread. Sending blocks of 32 takes
-# 128 registers, as counted in the compiled code, hence eight, and 168 with six bits,
-# hence six; this has not been timed.
+# between, and programs that load the next tiles meanwhile are faster. They are short
+# all the same: where a message is cut into pieces, the kernels that transport one piece
+# can begin only where programs that process another one end.
 _SEND = _Tuning(tile_values=1024, num_warps=2)
 _SEND_NIBBLES = _Tuning(tile_values=2048, num_warps=2)  # 16 bytes for each thread
 _REDUCE = _Tuning(tile_values=1024, num_warps=1)
 _RETURN = _Tuning(tile_values=1024, num_warps=1)
-_ROTATING = _Tuning(tile_values=2048, num_warps=2, stages=3, resident=10)
-_SEND_ROTATING_32 = dataclasses.replace(_ROTATING, resident=8)
-_SEND_ROTATING_32_IN_PLANES = dataclasses.replace(_ROTATING, resident=6)
+_ROTATING = _Tuning(tile_values=2048, num_warps=2, tiles=4, stages=3)
+# Adding up rotated ranks takes so many registers that fewer threads are better.
+_ADDING_ROTATED = _Tuning(tile_values=1024, num_warps=1, tiles=8, stages=3)
+# Programs that keep a GPU busy: a small message is cut into at least as many, if it has
+# as many tiles. Ten for each of an H200's 132 multiprocessors.
+_ENOUGH_PROGRAMS = 1320
 _SMALLEST_DOT = 16  # the fewest rows and columns that the tensor cores take
 _PART_WIDTH = 32  # see triton_kernels
 _WIDEST_ACCESS = 16  # bytes or values beyond which alignment gains nothing
 # As far as a CUDA grid reaches beyond its first dimension; there the chunks of all
 # messages of a batch lie.
 _MOST_CHUNKS = 65_535
-# Assumed when compiling without a GPU: a compute capability whose code all later GPUs
-# run, and the number of multiprocessors of an H200.
-_OLDEST_CAPABILITY, _MULTIPROCESSORS = 80, 132
+# Assumed when compiling without a GPU: code for it runs on all later ones.
+_OLDEST_CAPABILITY = 80
 
 
 def _in_groups(stage):
@@ -63,7 +62,7 @@ def _in_groups(stage):
 
     @functools.wraps(stage)
     def in_groups(first, *others, **static):
-        chunks = static.get("chunks") or first.shape[1]
+        chunks = static.get("chunks") or first.shape[-2]
         most = max(1, _MOST_CHUNKS // chunks)
         batch, arrays = first.shape[0], (first, *others)
         if batch <= most:
@@ -84,7 +83,7 @@ def send(x, residual, *, fmt: WireFormat, chunks: int, piece: Piece | None = Non
     chunk_blocks = blocking.blocks_per_chunk(tuple(shape), fmt.block_size, chunks)
     start, blocks = _run(piece, chunk_blocks)
     payload_bytes = blocks * fmt.block_bytes
-    tuning = _for_piece(_send_tuning(fmt, residual), piece)
+    tuning = _send_tuning(fmt, residual)
     row_scalars, row_constants = _rows(shape, fmt)
     (payloads,), owed = _launch(
         triton_kernels.send_kernel,
@@ -149,11 +148,11 @@ def return_(
     fmt: WireFormat,
     piece: Piece | None = None,
 ):
-    """``(batch, chunks, payload)`` to ``(batch, rows, width)``, plus the stream."""
-    batch, chunks, payload_bytes = payloads.shape
+    """``(batch, ranks, chunks, payload)`` to ``(batch, rows, width)``, plus stream."""
+    batch, ranks, chunks, payload_bytes = payloads.shape
     chunk_blocks = blocking.blocks_per_chunk(shape, fmt.block_size, chunks)
     start, blocks = _run(piece, chunk_blocks)
-    tuning = _for_piece(_ROTATING if fmt.rotate else _RETURN, piece)
+    tuning = _return_tuning(fmt, ranks)
     row_scalars, row_constants = _rows(shape, fmt)
     operands = [
         payloads,
@@ -171,6 +170,7 @@ def return_(
         in_place=() if out is None else (len(operands),),
         fmt=fmt,
         tuning=tuning,
+        RANKS=ranks,
         ADD=stream is not None,
         ROTATE=fmt.rotate,
         STAGES=tuning.stages,
@@ -190,10 +190,8 @@ def _launch(
     tile = tuning.tile_values // fmt.block_size
     if constants.get("ROTATE"):
         tile = max(tile, _SMALLEST_DOT)
-    programs = -(-blocks // tile)
-    if tuning.stages > 1:
-        resident = tuning.resident * _multiprocessors()
-        programs = min(programs, max(1, resident // chunks))
+    tiles = -(-blocks // tile)
+    programs = max(-(-tiles // tuning.tiles), min(tiles, _ENOUGH_PROGRAMS // chunks))
     return triton_call.call(
         kernel,
         operands,
@@ -214,21 +212,15 @@ def _launch(
 
 
 def _send_tuning(fmt: WireFormat, residual) -> _Tuning:
-    if fmt.rotate and fmt.block_size == 32:
-        in_planes = len(fmt.planes) > 1
-        return _SEND_ROTATING_32_IN_PLANES if in_planes else _SEND_ROTATING_32
     if fmt.rotate:
         return _ROTATING
     return _SEND_NIBBLES if _kind(residual) == "nibbles" else _SEND
 
 
-def _for_piece(tuning: _Tuning, piece: Piece | None) -> _Tuning:
-    """While a piece is processed, another one is on its way.
-
-    The kernels that transport it can begin only where programs end: persistent ones
-    would keep them waiting.
-    """
-    return tuning if piece is None else dataclasses.replace(tuning, stages=1)
+def _return_tuning(fmt: WireFormat, ranks: int) -> _Tuning:
+    if fmt.rotate:
+        return _ROTATING if ranks == 1 else _ADDING_ROTATED
+    return _RETURN
 
 
 def _run(piece: Piece | None, chunk_blocks: int) -> tuple[int, int]:
@@ -310,11 +302,6 @@ def _compute_capability() -> int:
     """The compute capability of the local GPU, times ten."""
     gpu = _local_gpu()
     return int(float(gpu.compute_capability) * 10) if gpu else _OLDEST_CAPABILITY
-
-
-def _multiprocessors() -> int:
-    gpu = _local_gpu()
-    return gpu.core_count if gpu else _MULTIPROCESSORS
 
 
 @functools.cache

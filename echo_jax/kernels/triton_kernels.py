@@ -33,6 +33,7 @@ import triton.language as tl
 
 from echo_jax.kernels.triton_tiles import (
     add_owed,
+    add_parts,
     add_scaled,
     block_scales,
     encode,
@@ -240,6 +241,7 @@ def return_kernel(
     payload_units,
     out,  # the rows, in which earlier pieces are already written
     new_out: tl.constexpr,
+    RANKS: tl.constexpr,  # whose payloads are added up
     ADD: tl.constexpr,  # whether to add to the stream
     RAGGED: tl.constexpr,
     ROW_ALIGN: tl.constexpr,
@@ -252,7 +254,10 @@ def return_kernel(
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Dequantizes, rotates back, adds to the stream, casts."""
+    """Dequantizes, rotates back, adds the ranks and the stream, casts.
+
+    A message has all chunks of the first rank, then all of the next one, and so on.
+    """
     if new_out is None:
         new_out = out
     chunk = tl.program_id(1)
@@ -267,8 +272,8 @@ def return_kernel(
         _return_tile(
             tl.program_id(0), payloads, stream, entries, total_blocks, blocks_per_row,
             row_width, chunk, first_chunk, chunk_blocks, piece_start, blocks,
-            payload_units, new_out, ADD, RAGGED, ROTATE, UNROTATE_SCALE, BITS, SIZE,
-            WIDTH, ALIGN, TILE,
+            payload_units, chunks, new_out, RANKS, ADD, RAGGED, ROTATE, UNROTATE_SCALE,
+            BITS, SIZE, WIDTH, ALIGN, TILE,
         )  # fmt: skip
     else:
         tiles = tl.cdiv(blocks, TILE)
@@ -278,8 +283,8 @@ def return_kernel(
             _return_tile(
                 tile, payloads, stream, entries, total_blocks, blocks_per_row,
                 row_width, chunk, first_chunk, chunk_blocks, piece_start, blocks,
-                payload_units, new_out, ADD, RAGGED, ROTATE, UNROTATE_SCALE, BITS, SIZE,
-                WIDTH, ALIGN, TILE,
+                payload_units, chunks, new_out, RANKS, ADD, RAGGED, ROTATE,
+                UNROTATE_SCALE, BITS, SIZE, WIDTH, ALIGN, TILE,
             )  # fmt: skip
 
 
@@ -298,7 +303,9 @@ def _return_tile(
     piece_start,
     blocks,
     payload_units,
+    chunks,
     out,
+    RANKS: tl.constexpr,
     ADD: tl.constexpr,
     RAGGED: tl.constexpr,
     ROTATE: tl.constexpr,
@@ -311,24 +318,38 @@ def _return_tile(
 ):
     row = tl.arange(0, TILE)
     inside = tile * TILE + row < blocks
+    first_payload = first_chunk * (RANKS - 1) + chunk
     body, tail = sections(
-        payloads, chunk, payload_units, tile, blocks, BITS, SIZE, ALIGN, TILE
+        payloads, first_payload, payload_units, tile, blocks, BITS, SIZE, ALIGN, TILE
     )
     levels, scale = read(body, tail, row, inside, BITS, SIZE, WIDTH)
     first = (chunk - first_chunk) * chunk_blocks + piece_start + tile * TILE
-    inside = inside & (first + row < total_blocks)
+    exists = inside & (first + row < total_blocks)
     kept = ()
     if ADD:
         kept = load_rows(
-            stream, first, row, inside, blocks_per_row, row_width, RAGGED, SIZE, WIDTH
+            stream, first, row, exists, blocks_per_row, row_width, RAGGED, SIZE, WIDTH
         )
     if ROTATE:
         levels = rotate(to_bfloat16(levels), entries, SIZE // WIDTH, WIDTH)
         scale = scale * UNROTATE_SCALE
-    if ADD:
+    # Of one rank, the addition to the stream is the only rounding.
+    if ADD and RANKS == 1:
         values = add_scaled(to_float(kept), levels, scale)
     else:
         values = scale_parts(levels, scale)
+    unroll: tl.constexpr = 1 if ROTATE else min(RANKS, 16) - 1  # rotating takes room
+    for rank in tl.range(1, RANKS, loop_unroll_factor=unroll):
+        skip = tl.full((), ALIGN, tl.int64) * payload_units * chunks * rank
+        levels, scale = read(
+            body + skip, tail + skip // 2, row, inside, BITS, SIZE, WIDTH
+        )
+        if ROTATE:
+            levels = rotate(to_bfloat16(levels), entries, SIZE // WIDTH, WIDTH)
+            scale = scale * UNROTATE_SCALE
+        values = add_scaled(values, levels, scale)
+    if RANKS > 1 and ADD:
+        values = add_parts(to_float(kept), values)
     store_rows(
-        values, out, first, row, inside, blocks_per_row, row_width, RAGGED, SIZE, WIDTH
+        values, out, first, row, exists, blocks_per_row, row_width, RAGGED, SIZE, WIDTH
     )

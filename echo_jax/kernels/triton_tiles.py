@@ -165,7 +165,8 @@ def to_bfloat16(parts):
 
 
 @triton.jit
-def _add_parts(left, right):
+def add_parts(left, right):
+    """The sums of two values' parts."""
     out = ()
     for part in tl.static_range(len(left)):
         out += (left[part] + right[part],)
@@ -288,7 +289,7 @@ def add_owed(values, kept, KIND: tl.constexpr):
             doubled += (levels[part] - (1.0 - 2.0**-6),)
         values = add_scaled(values, doubled, scale * (0.5 / (15 - 2.0**-6)))
     elif KIND == "float":
-        values = _add_parts(values, to_float(parts))
+        values = add_parts(values, to_float(parts))
     return values
 
 

@@ -2,11 +2,13 @@
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, UInt8
 
 from echo_jax.typing import (
     Blocks,
     Payload,
     Payloads,
+    RanksPayloads,
     ReduceResidual,
     Rows,
     SendResidual,
@@ -46,14 +48,14 @@ def reduce(
     piece: Piece | None = None,
 ) -> tuple[Payload, ReduceResidual | Compact | None]:
     """See :class:`echo_jax.kernels.api.Codec`."""
-    total = _sum_in_rank_order(payloads, fmt)
+    total = _sum_in_rank_order(payloads, lambda one: _decode(one, fmt))
     owed = blocking.take_piece(residual, piece, axis=0)
     payload, owed = _encode_with_feedback(total, owed, fmt)
     return payload, blocking.put_piece(residual, owed, piece, axis=0)
 
 
 def return_(
-    payloads: Payloads,
+    payloads: RanksPayloads,
     *,
     shape: tuple[int, int],
     dtype,
@@ -63,14 +65,8 @@ def return_(
     out: Rows | None = None,
 ) -> Rows:
     """See :class:`echo_jax.kernels.api.Codec`."""
-    codes, scales = packing.split(payloads, fmt)
-    values = quantizer.levels(codes, fmt)
-    if fmt.rotate:
-        # The transform is exact on odd halves, and so is scaling its result afterwards.
-        values = transform(values)
-        scales = scales * 2.0**-fmt.inverse_exponent
-    values = values * scales[..., None]
-    chunks = payloads.shape[0]
+    values = _sum_in_rank_order(payloads, lambda one: _decode_exactly(one, fmt))
+    chunks = payloads.shape[1]
     if stream is not None:
         old = blocking.to_blocks(stream.astype(jnp.float32), fmt.block_size, chunks)
         values = blocking.take_piece(old, piece, axis=1) + values
@@ -86,8 +82,20 @@ def sum_chunks(
     payloads: Payloads, *, shape: tuple[int, int], dtype, fmt: WireFormat
 ) -> Rows:
     """See :class:`echo_jax.kernels.api.Codec`."""
-    total = unrotate(_sum_in_rank_order(payloads, fmt), fmt)
+    total = _sum_in_rank_order(payloads, lambda one: _decode(one, fmt))
+    total = unrotate(total, fmt)
     return blocking.from_blocks(total, shape).astype(dtype)
+
+
+def _decode_exactly(payloads: Payloads, fmt: WireFormat) -> Blocks:
+    """Dequantizes and rotates back without any rounding."""
+    codes, scales = packing.split(payloads, fmt)
+    values = quantizer.levels(codes, fmt)
+    if fmt.rotate:
+        # The transform is exact on odd halves, and so is scaling its result afterwards.
+        values = transform(values)
+        scales = scales * 2.0**-fmt.inverse_exponent
+    return values * scales[..., None]
 
 
 def _encode_with_feedback(values: Blocks, residual, fmt: WireFormat):
@@ -105,12 +113,16 @@ def _encode_with_feedback(values: Blocks, residual, fmt: WireFormat):
     return payload, error.astype(residual.dtype)
 
 
-def _sum_in_rank_order(payloads: Payloads, fmt: WireFormat) -> Blocks:
-    """Adds the dequantized chunks in float32, always in the order of ranks."""
+def _decode(payloads, fmt: WireFormat) -> Blocks:
+    """Dequantizes; stays rotated."""
+    return quantizer.decode(*packing.split(payloads, fmt), fmt)
+
+
+def _sum_in_rank_order(payloads: UInt8[Array, "ranks ..."], decode) -> Blocks:
+    """Adds what the ranks sent in float32, always in the order of ranks."""
 
     def chunk(rank):
-        one = jax.lax.dynamic_index_in_dim(payloads, rank, keepdims=False)
-        return quantizer.decode(*packing.split(one, fmt), fmt)
+        return decode(jax.lax.dynamic_index_in_dim(payloads, rank, keepdims=False))
 
     ranks = payloads.shape[0]
     if ranks > _UNROLL_RANKS:

@@ -44,6 +44,7 @@ class Case:
     special: str = "none"  # "nan", "inf", "zeros" or "tiny": what one block holds
     stream: bool = False
     pieces: int = 1  # that the message is sent in, one after the other
+    added: int = 1  # ranks whose payloads are added up where the message is decoded
 
     @property
     def fmt(self) -> WireFormat:
@@ -100,6 +101,15 @@ def _cases() -> list[Case]:
                 (100, None, {"bits": 8}),
             )
         ]
+        cases += [
+            Case(rotate=rotate, added=added, **extra)
+            for added, extra in (
+                (2, {"ranks": 2, "dtype": "bfloat16", "shape": (5, 200)}),
+                (2, {"ranks": 2, "bits": 6, "pieces": 3, "stream": True}),
+                (3, {"batch": 2, "stream": True, "special": "nan"}),
+                (20, {"bits": 8, "shape": (3, 65), "block_size": 32}),
+            )
+        ]
     cases += [
         Case(bits=6, rotate=rotate, dtype="bfloat16", stream=True, **extra)
         for extra in (
@@ -118,7 +128,8 @@ def check(backend, case: Case, seed: int = 0) -> None:
     """Runs the three stages of one case, each on what the definition hands it."""
     payloads = _check_send(backend, case, seed)
     sums = _check_reduce(backend, case, payloads, seed)
-    _check_return(backend, case, sums, seed)
+    # Where ranks are added up, it is what they sent that is decoded.
+    _check_return(backend, case, payloads if case.added > 1 else sums, seed)
 
 
 def _check_send(backend, case: Case, seed: int):
@@ -159,6 +170,9 @@ def _check_reduce(backend, case: Case, payloads, seed: int):
 def _check_return(backend, case: Case, payloads, seed: int) -> None:
     static = {"shape": case.shape, "dtype": jnp.dtype(case.dtype), "fmt": case.fmt}
     stream = inputs(case, seed + 3) if case.stream else None
+    # The chunks in another order stand for those of another rank.
+    turned = [jnp.roll(payloads, rank, axis=1) for rank in range(case.added)]
+    payloads = jnp.stack(turned, axis=1)
     got = jax.jit(lambda *args: _return(backend, case, *args, **static))(
         payloads, stream
     )

@@ -81,7 +81,13 @@ def test_types_vary_as_the_arguments_do():
         payloads, left = send(x[0], residual[0])
         assert jax.typeof(payloads).manual_axis_type.varying == {"tp"}
         back = dispatch.return_(
-            pallas, True, payloads, shape=SHAPE, dtype=x.dtype, fmt=FMT, stream=x[0]
+            pallas,
+            True,
+            payloads[None],
+            shape=SHAPE,
+            dtype=x.dtype,
+            fmt=FMT,
+            stream=x[0],
         )
         return payloads[None], left[None], back[None]
 
@@ -92,7 +98,9 @@ def test_types_vary_as_the_arguments_do():
     read = functools.partial(xla.return_, shape=SHAPE, dtype=back.dtype, fmt=FMT)
     assert_same(
         back,
-        jax.jit(jax.vmap(lambda p, x: read(p, stream=x)))(payloads, messages(2)[0]),
+        jax.jit(jax.vmap(lambda p, x: read(p[None], stream=x)))(
+            payloads, messages(2)[0]
+        ),
     )
 
 

@@ -105,10 +105,30 @@ def test_return_is_exact_up_to_one_rounding_to_the_dtype(form, backend):
         back = functools.partial(
             codec.return_, shape=(1, width), dtype=jnp.dtype(dtype), fmt=fmt
         )
-        y = jax.jit(back)(payloads)
+        y = jax.jit(back)(payloads[None])
         exact = oracle.unrotate(np.stack(decoded), twin).reshape(1, -1)[:, :width]
         expected = exact.astype(np.float32).astype(jnp.dtype(dtype))
         np.testing.assert_array_equal(y, expected)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 17])
+@pytest.mark.parametrize("form", FORMATS, ids=str)
+def test_return_of_many_ranks_rounds_once_for_each_addition(form, ranks, backend):
+    """Decoding is exact; float32 additions in rank order are all that rounds."""
+    fmt, twin = _formats(*form)
+    codec = get_codec(backend, fmt)
+    payloads, decoded = _sent(fmt, twin)
+    order = [np.roll(np.arange(CHUNKS), rank) for rank in range(ranks)]
+    total = np.float32(0)
+    for chunks in order:
+        exact = oracle.unrotate(np.stack(decoded)[chunks], twin)
+        total = total + exact.astype(np.float32)
+    width = 5 * fmt.block_size * CHUNKS - 3
+    back = functools.partial(
+        codec.return_, shape=(1, width), dtype=jnp.float32, fmt=fmt
+    )
+    y = jax.jit(back)(jnp.stack([payloads[chunks] for chunks in order]))
+    np.testing.assert_array_equal(y, total.reshape(1, -1)[:, :width])
 
 
 @pytest.mark.parametrize("form", FORMATS, ids=str)
