@@ -76,6 +76,7 @@ class Settings:
     """What is measured."""
 
     backends: tuple[str, ...] = ()  # all that can run here, unless given
+    rotations: tuple[bool, ...] = (False, True)  # without, and with
     repeats: int = 20  # timed calls
     others: bool = False  # also time PyTorch's libraries, where they are installed
     seed: int = 0
@@ -83,14 +84,14 @@ class Settings:
     tiny: bool = False  # one message of a MiB, few repetitions
 
 
-def points(backends: tuple[str, ...], *, tiny: bool) -> Iterator[Point]:
+def points(settings: Settings, backends: tuple[str, ...]) -> Iterator[Point]:
     """One setting varied at a time, each with the rotation off and on.
 
     The fastest backend in full, the others for three sizes.
     """
-    for backend, rotate in itertools.product(backends, (False, True)):
+    for backend, rotate in itertools.product(backends, settings.rotations):
         point = functools.partial(Point, backend=backend, rotate=rotate)
-        if tiny:
+        if settings.tiny:
             yield point(message_bytes=1 << 20)
             continue
         full = backend == "triton"
@@ -312,7 +313,7 @@ def main() -> None:
         )
 
     key = jax.random.key(settings.seed)
-    chosen = list(points(backends, tiny=settings.tiny))
+    chosen = list(points(settings, backends))
     for size in sorted({point.message_bytes for point in chosen}):
         value, spread, _ = time_copy(size, key, settings.repeats)
         config = {"message_bytes": size, "moved_bytes": 2 * size}
