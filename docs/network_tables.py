@@ -19,16 +19,22 @@ NVLINK_SECTIONS = (
     ("Sums over NVLink", "bench_nvlink", "nvlink",
      "Two H200s of one host: time of the exact sum, and how much faster each case is. "
      "Two ranks are where few bits gain least: half of every message stays at home. "
-     "As shipped, messages under 32 MiB are a psum; the other columns send every one "
-     "through the codec."),
+     "As shipped, messages under 32 MiB are a psum; the other cases send every one "
+     "through the codec, with the residual in one byte a value unless they say "
+     "otherwise. 2 GiB, and of 256 MiB and 1 GiB the cases *8 bits* and *int4 residual* "
+     "in one piece, were measured with an earlier version."),
     ("Sums over NVLink beside other traffic", "bench_nvlink", "nvlink-loaded",
      "The same, while another process copies between the two GPUs, both ways, and "
      "takes the stated part of what such copies reach alone; where it wants all, it "
-     "gets what the sums leave."),
-    ("Sums over NVLink with the copy engines", "bench_nvlink", "nvlink-flags",
-     "The same, no other traffic, beside a run with the XLA flag in the environment: "
-     "exchanges then go through the GPUs' copy engines instead of NCCL's kernels. Each "
-     "is set against the exact sum of its own run."),
+     "gets what the sums leave. 64 MiB beside others, and links of which all are "
+     "wanted, were measured with an earlier version."),
+    ("Sums over NVLink with flags of XLA", "bench_nvlink", "nvlink-flags",
+     "The same, no other traffic, beside runs with flags in the environment variable "
+     "`XLA_FLAGS`: exchanges go through the GPUs' copy engines instead of NCCL's "
+     "kernels, or from memory that is registered with NCCL. All are set against the "
+     "exact sum without flags, which is the fastest: registered memory speeds up the "
+     "exchanges of bytes and slows down NCCL's sum. The copy engines alone were "
+     "measured with an earlier version."),
     ("A decoder over NVLink", "bench_nvlink", "nvlink-model",
      "Two H200s of one host, random weights, the default `min_bytes`, residuals in one "
      "byte a value, sums of 64 MiB; others' traffic as above. *Echo*: 4 bits at every "
@@ -63,29 +69,26 @@ SLOW_SECTIONS = (
 
 
 def nvlink_table(records: list[dict]) -> tuple[tuple, Rows]:
-    """Sums of one message: the exact time, and how much faster each case is."""
-    times: dict[int, float] = {}
-    ratios: dict[str, dict[int, float]] = {}
+    """Sums by size: the exact time, and how much faster each case is."""
+    times: dict[int, str] = {}
+    ratios: dict[str, dict[int, str]] = {}
     for record in records:
         config = record["config"]
         if config.get("xla_flags") or config.get("background"):
             continue
         size, case = (config.get(key) for key in ("message_bytes", "case"))
         if record["metric"] == "allreduce_ms" and case == "psum bf16":
-            times[size] = record["value"]
+            times[size] = f"{record['value']:.3f} ms"
         elif record["metric"] == "allreduce_speedup" and case != "psum bf16":
             # What is exact by its size runs the same program as the psum beside it.
             ratio = "psum" if config["path"] == "exact" else f"{record['value']:.2f}x"
             ratios.setdefault(case, {})[size] = ratio
+    sizes = sorted(times)
     rows = [
-        (
-            f"{size / 2**20:,g} MiB",
-            f"{times[size]:.3f}",
-            *(ratio.get(size, "-") for ratio in ratios.values()),
-        )
-        for size in sorted(times)
+        (case, *(found.get(size, "-") for size in sizes))
+        for case, found in {"psum bf16": times, **ratios}.items()
     ]
-    return ("message", "psum bf16, ms", *ratios), rows
+    return ("case", *map(cost_tables.size_in_words, sizes)), rows if sizes else []
 
 
 def nvlink_loaded_table(records: list[dict]) -> tuple[tuple, Rows]:
@@ -111,7 +114,7 @@ def nvlink_loaded_table(records: list[dict]) -> tuple[tuple, Rows]:
             case,
             *(found.get(level, "-") for level in levels),
         )
-        for (size, case), found in loaded.items()
+        for (size, case), found in sorted(loaded.items(), key=lambda row: row[0][0])
     ]
     return ("message", "case", *map(_level, levels)), rows
 
@@ -122,25 +125,31 @@ def _level(share: float) -> str:
 
 
 def nvlink_flags_table(records: list[dict]) -> tuple[tuple, Rows]:
-    """Times as fast as the exact sum, without and with XLA's flags."""
+    """Times without and with XLA's flags, and how much faster than psum without any."""
     cells: dict[tuple, dict[str, float]] = {}
     for record in records:
         config = record["config"]
-        gain = record["metric"] == "allreduce_speedup" and config["path"] == "echo"
-        if gain and not config.get("background"):
+        timed = record["metric"] == "allreduce_ms" and config["path"] != "exact"
+        if timed and not config.get("background"):
             cell = cells.setdefault((config["message_bytes"], config["case"]), {})
             cell[config["xla_flags"]] = record["value"]
     flags = sorted({flag for found in cells.values() for flag in found})
-    rows = [
-        (
-            cost_tables.size_in_words(size),
-            case,
-            *(f"{found[flag]:.2f}x" for flag in flags),
+    rows = []
+    for (size, case), found in sorted(cells.items()):
+        if "" not in found or len(found) == 1:
+            continue
+        psum = cells[size, "psum bf16"][""]
+        texts = (
+            f"{found[f]:.3f} ms, {psum / found[f]:.2f}x" if f in found else "-"
+            for f in flags
         )
-        for (size, case), found in sorted(cells.items())
-        if len(flags) > 1 and len(found) == len(flags)
-    ]
-    return ("message", "case", *(f"`{f}`" if f else "no flag" for f in flags)), rows
+        rows.append((cost_tables.size_in_words(size), case, *texts))
+    return ("message", "case", *map(_flags_in_words, flags)), rows
+
+
+def _flags_in_words(flags: str) -> str:
+    """Each flag as code."""
+    return ", ".join(f"`{flag}`" for flag in flags.split()) or "no flag"
 
 
 def nvlink_model_table(records: list[dict]) -> tuple[tuple, Rows]:
