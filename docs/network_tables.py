@@ -21,8 +21,8 @@ NVLINK_SECTIONS = (
      "Two ranks are where few bits gain least: half of every message stays at home. "
      "As shipped, messages under 32 MiB are a psum; the other cases send every one "
      "through the codec, with the residual in one byte a value unless they say "
-     "otherwise. 2 GiB, and of 256 MiB and 1 GiB the cases *8 bits* and *int4 residual* "
-     "in one piece, were measured with an earlier version."),
+     "otherwise. 2 GiB, and of 256 MiB and 1 GiB the cases *8 bits* and, in one piece, "
+     "*int4 residual* were measured with an earlier version."),
     ("Sums over NVLink beside other traffic", "bench_nvlink", "nvlink-loaded",
      "The same, while another process copies between the two GPUs, both ways, and "
      "takes the stated part of what such copies reach alone; where it wants all, it "

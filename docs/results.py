@@ -67,10 +67,10 @@ def markers(text: str) -> Iterator[tuple[str, str, dict[str, str]]]:
     for match in _MARKER.finditer(text):
         number = _NUMBER.search(text[: match.start()])
         written = number.group(1) if number else ""
-        # Spaces in values are written as underscores.
+        # Spaces are written as underscores, where underscores matter as %20.
         keys = dict(pair.split("=", 1) for pair in match["keys"].split())
         keys = {
-            key: value.replace("_", " ") if key in _NAMES else value
+            key: value.replace("_" if key in _NAMES else "%20", " ")
             for key, value in keys.items()
         }
         yield written, match["file"], keys

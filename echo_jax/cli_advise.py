@@ -227,7 +227,8 @@ def _report(
     advice = advise(times, messages, margin=command.margin)
     console = Console(soft_wrap=True, highlight=False)
     console.print(_table(command, advice, ranks))
-    console.print(_settings(advice))
+    config = times.config if isinstance(times, CostModel) else command.config
+    console.print(_settings(advice, config))
     for name, faster in _gains(command, times, advice, decoder):
         console.print(f"{name}: {faster:.2f} times as fast as with exact sums.")
     return 0
@@ -258,12 +259,15 @@ def _table(command: Advise, advice: Advice, ranks: int) -> Table:
     return table
 
 
-def _settings(advice: Advice) -> str:
+def _settings(advice: Advice, config: EchoConfig) -> str:
     if advice.min_bytes is None:
         return "Few bits do not pay for these messages: EchoConfig().exact()"
+    shots = (
+        f', algorithm="{config.algorithm}"' if config.algorithm != "two-shot" else ""
+    )
     return (
-        f"EchoConfig(min_bytes={advice.min_bytes}, num_chunks={advice.num_chunks}): "
-        "smaller messages are better summed exactly."
+        f"EchoConfig(min_bytes={advice.min_bytes}, num_chunks={advice.num_chunks}"
+        f"{shots}): smaller messages are better summed exactly."
     )
 
 

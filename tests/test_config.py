@@ -57,6 +57,8 @@ def test_residual_dtype_may_be_given_as_any_dtype(dtype):
         ("residual_dtype", "float16", "bfloat16"),
         ("residual_dtype", None, "bfloat16"),
         ("residual_dtype", "nonsense", "bfloat16"),
+        ("algorithm", "three-shot", "one-shot"),
+        ("algorithm", None, "two-shot"),
         ("num_chunks", 0, "at least 1"),
         ("num_chunks", 2.0, "int"),
         ("num_chunks", True, "int"),

@@ -32,11 +32,14 @@ def echo_psum(
 
     so that over any number of calls :math:`\sum y = \sum\sum_i x_i - \sum_i w_i - v`:
     only the errors of the last call remain. This helps where the outputs are added up
-    unchanged, as the residual stream of a pre-norm transformer adds them. With
-    ``add_to``, the call returns ``add_to + y``, the stream after the sum: the pass that
-    decodes :math:`y` also adds the stream, in float32, and rounds once to x's dtype. In
-    float32 the result equals a separate addition bit for bit; in bfloat16 and float16
-    it saves one rounding.
+    unchanged, as the residual stream of a pre-norm transformer adds them. If the
+    ``algorithm`` of the configuration is ``"one-shot"``, every rank adds up
+    :math:`y = \sum_i Q(a_i)` itself, and :math:`v` stays as it is.
+
+    With ``add_to``, the call returns ``add_to + y``, the stream after the sum: the pass
+    that decodes :math:`y` also adds the stream, in float32, and rounds once to x's
+    dtype. In float32 the result equals a separate addition bit for bit; in bfloat16 and
+    float16 it saves one rounding.
 
     Gradient: the identity, as for ``psum``, with respect to ``x`` and to ``add_to``.
     The residual's cotangent passes through unchanged; it carries the residual of the

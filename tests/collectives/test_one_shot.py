@@ -91,6 +91,26 @@ def test_the_error_is_smaller_than_in_two_shots():
     assert ratio == pytest.approx(0.5**0.5, rel=0.05)
 
 
+def test_the_error_of_any_number_of_calls_is_what_the_ranks_owe():
+    """At most N times the bound of a rank's residual, and none of the sums."""
+    ranks, calls = 3, 40
+    x = draw(0, calls, ranks, *SHAPE)
+
+    def body(*parts):
+        residual = echo.init_residual(parts[0], "tp", config=PLAIN)
+        totals = [jnp.zeros(SHAPE)]
+        for part in parts:
+            y, residual = echo.echo_psum(part, residual, "tp", config=PLAIN)
+            totals.append(totals[-1] + y)
+        return jnp.stack(totals[1:])
+
+    totals = np.asarray(on_ranks(body)(*x))[0].astype(np.float64)
+    exact = np.cumsum(x.astype(np.float64).sum(axis=1), axis=0)
+    bound = echo.error_bound(PLAIN.format, ranks=ranks, peak=float(np.abs(x).max()))
+    slack = calls * 2.0**-23 * np.abs(exact).max()
+    assert np.abs(totals - exact).max() <= ranks * bound.send_residual + slack
+
+
 @pytest.mark.parametrize("residual_dtype", ["bfloat16", "int8"])
 def test_pieces_change_no_bit(residual_dtype):
     x = draw(0, 2, 3, 4, 300)

@@ -57,6 +57,23 @@ def test_without_latency_and_codec_time_goes_with_bytes_on_the_wire():
     assert model.exact_seconds(2 * 512 * 4096) == pytest.approx(exact / 1e9)
 
 
+def test_one_shot_saves_an_exchange_and_sends_all_chunks_to_all():
+    link = Link(latency_seconds=1e-3, bytes_per_second=1e9)
+    codec = CodecSpeed(piece_seconds=0.0, value_seconds=0.0)
+    once = echo.EchoConfig(algorithm="one-shot")
+    size = 1 << 22
+    for ranks in (1, 2, 8):
+        two = CostModel(ranks=ranks, link=link, exact=ExactSpeed(), codec=codec)
+        one = dataclasses.replace(two, config=once)
+        steps = (ranks - 1) * link.latency_seconds
+        wire = two.echo_seconds(size) - 2 * steps
+        assert one.echo_seconds(size) == pytest.approx(steps + ranks / 2 * wire)
+        assert one.echo_seconds(size, 4) == pytest.approx(4 * steps + ranks / 2 * wire)
+        at_once = dataclasses.replace(link, at_once=True)
+        gathered = dataclasses.replace(one, link=at_once).echo_seconds(size)
+        assert gathered == one.echo_seconds(size)
+
+
 def test_pieces_hide_the_shorter_part_and_cost_a_call_each():
     free = CodecSpeed(piece_seconds=0.0, value_seconds=8e-9, overlap=1.0)
     link = dataclasses.replace(LAN.link, latency_seconds=0.0, stall=0.0)

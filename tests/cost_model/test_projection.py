@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from echo_jax.config import EchoConfig
 from echo_jax.cost_model import Message, TwoLevels, advise, project
 from echo_jax.cost_model.projection import MEASURED
 from tests.cost_model.models import models
@@ -79,6 +80,14 @@ def test_projections_scale_as_they_say():
         for nodes in (slow, fast)
     ]
     assert gains[0] > gains[1] > 1
+
+
+def test_between_nodes_alone_there_is_a_choice_of_algorithm():
+    config = EchoConfig(algorithm="one-shot")
+    nodes = project("h200", 64, config=config)
+    assert nodes.inside.config.algorithm == "two-shot"
+    assert nodes.between.config == config
+    assert project("h200", 2, config=config).inside.config == config
 
 
 def test_the_measured_machine_is_the_one_that_was_measured():
