@@ -1,8 +1,8 @@
 """Compiles one ``echo_psum`` for eight GPUs that are not here, and describes it.
 
-``python compile_ahead.py TARGET RESIDUAL_DTYPE ROTATE PIECES ONTO BITS`` prints one
-JSON object. In a process of its own, because JAX reads the environment when it is
-imported.
+``python compile_ahead.py TARGET RESIDUAL_DTYPE ROTATE PIECES ONTO BITS ALGORITHM``
+prints one JSON object. In a process of its own, because JAX reads the environment when
+it is imported.
 """
 
 import json
@@ -99,11 +99,12 @@ def _leaves(tree):
 
 
 if __name__ == "__main__":
-    target, residual_dtype, rotate, pieces, onto, bits = sys.argv[1:]
+    target, residual_dtype, rotate, pieces, onto, bits, algorithm = sys.argv[1:]
     config = echo.EchoConfig(
         format=echo.WireFormat(bits=int(bits), rotate=rotate == "rotated"),
         residual_dtype=residual_dtype,
         min_bytes=0,
         num_chunks=int(pieces),
+        algorithm=algorithm,
     )
     print(json.dumps(describe(target, config, onto == "onto")))

@@ -20,6 +20,8 @@ MISSING = [
     or importlib.util.find_spec(package) is None
 ] + ([] if shutil.which("nvlink") else ["a CUDA toolkit"])
 
+GATHER = "all-gather"
+
 needs_compiler = pytest.mark.skipif(
     bool(MISSING), reason=f"compiling for a GPU needs {', '.join(MISSING)}"
 )
@@ -59,7 +61,7 @@ def test_three_launches_and_two_exchanges_of_bytes_are_all(
     target, rotation, residual_dtype, onto, bits
 ):
     """Also where the sum is added to a stream: no addition comes after them."""
-    facts = describe(target, residual_dtype, rotation, "1", onto, bits)
+    facts = describe(target, residual_dtype, rotation, "1", onto, bits, "two-shot")
     assert facts["codec"] == "triton on cuda, xla elsewhere"
     # Older versions of XLA split an exchange into its start and its end.
     operations = [
@@ -92,7 +94,7 @@ def test_three_launches_and_two_exchanges_of_bytes_are_all(
 @pytest.mark.parametrize("target", ["a100", "h200"])
 def test_pieces_work_in_place_and_travel_while_others_are_made(target, residual_dtype):
     pieces = 4
-    call = (target, residual_dtype, "rotated", str(pieces), "onto", "4")
+    call = (target, residual_dtype, "rotated", str(pieces), "onto", "4", "two-shot")
     # See docs/howto/choose.md.
     needed = {"h200": "", "a100": "--xla_gpu_enable_latency_hiding_scheduler=true"}
     facts = describe(*call, xla_flags=needed[target])
@@ -106,6 +108,31 @@ def test_pieces_work_in_place_and_travel_while_others_are_made(target, residual_
         r"all-(to-all|gather)-start (?:custom-call )+all-\1-done", " ".join(names)
     )
     assert hidden.count("to-all") == hidden.count("gather") == pieces
+
+
+@needs_compiler
+@pytest.mark.parametrize(("rotation", "pieces"), [("plain", 1), ("rotated", 4)])
+@pytest.mark.parametrize("target", ["a100", "h200"])
+def test_one_shot_is_two_launches_and_one_exchange_a_piece(target, rotation, pieces):
+    call = (target, "int8", rotation, str(pieces), "onto", "4", "one-shot")
+    needed = {"h200": "", "a100": "--xla_gpu_enable_latency_hiding_scheduler=true"}
+    facts = describe(*call, xla_flags=needed[target])
+    names = [name for name, _ in facts["operations"] if not name.endswith("-done")]
+    assert names.count("custom-call") == 2 * pieces
+    exchanges = [result for name, result in facts["operations"] if "start" in name]
+    exchanges += [result for name, result in facts["operations"] if name == GATHER]
+    assert len(names) == 3 * pieces == 3 * len(exchanges)
+    gathered = facts["wire_bytes"]["all_gather"] // 7 // pieces
+    for result in exchanges:
+        # The payloads of eight chunks from each of eight ranks.
+        assert f"u8[8,8,{gathered // 8}]" in result
+    assert facts["aliased_bytes"] == facts["residual_bytes"]
+    if pieces > 1:
+        hidden = re.findall(
+            r"all-gather-start (?:custom-call )+all-gather-done",
+            " ".join(name for name, _ in facts["operations"]),
+        )
+        assert len(hidden) == pieces
 
 
 @needs_compiler
@@ -152,7 +179,7 @@ KERNELS = {
         {"payloads": "u8", "sums": "u8", **OWED},
     ),
     "return_kernel": (
-        {"ADD": True, "UNROTATE_SCALE": 0.125, "new_out": None, **ROWS},
+        {"RANKS": 2, "ADD": True, "UNROTATE_SCALE": 0.125, "new_out": None, **ROWS},
         {"payloads": "u8", "stream": "bf16", "matrix": "bf16", "out": "bf16"},
     ),
 }
