@@ -52,6 +52,9 @@ SLOW_SECTIONS = (
      "ranks, which share the two cores: the gain of 16 MiB falls over links of 200 "
      "Mbit/s and less, and rises without a limit, since the exact sum slows down more. "
      "All cells are of one run, with `--parts allreduce --chunks 1 4 8`."),
+    ("One shot over a slow network", "bench_network", "network-algorithms",
+     "The same by `--parts algorithms`: a float16 `psum`, and how much faster echo is "
+     "in two shots and in one."),
     ("Sums of PyTorch over a slow network", "bench_network", "network-torch",
      "PyTorch's gloo in the same namespaces, by `--torch PYTHON`: time of its "
      "all-reduce of float16, and how much faster echo's best of the table above is, "
@@ -289,6 +292,34 @@ def _sums(records: list[dict]) -> tuple[dict[tuple, float], dict[tuple, float]]:
         elif record["metric"] == "allreduce_speedup" and config["path"] == "echo":
             best[cell] = max(record["value"], best.get(cell, 0.0))
     return exact, best
+
+
+def network_algorithms_table(records: list[dict]) -> tuple[tuple, Rows]:
+    """Sums in two shots and in one, each against the exact sum of the same rounds."""
+    cells: dict[tuple, dict[str, float]] = {}
+    for record in records:
+        config = record["config"]
+        if config["part"] != "algorithms" or config["network"] != "namespaces":
+            continue
+        place = (config["processes"], config["rate_mbit"] or math.inf)
+        cell = cells.setdefault((*place, config["message_bytes"]), {})
+        if record["metric"] == "allreduce_ms" and config["path"] == "psum":
+            cell["exact"] = record["value"]
+        elif record["metric"] == "allreduce_speedup" and config["path"] == "echo":
+            cell[config["algorithm"]] = record["value"]
+    rows = [
+        (
+            f"{processes}",
+            _link(rate),
+            cost_tables.size_in_words(size),
+            f"{cell['exact']:,.2f} ms",
+            f"{cell['two-shot']:.2f}x",
+            f"{cell['one-shot']:.2f}x",
+        )
+        for (processes, rate, size), cell in sorted(cells.items())
+    ]
+    head = ("processes", "link", "message", "psum float16", "two shots", "one shot")
+    return head, rows
 
 
 def _ratio(exact: dict, best: dict, cell: tuple) -> str:

@@ -375,6 +375,9 @@ TABLES: dict[str, Callable[[pathlib.Path], str]] = {
     "nvlink-flags": from_records(_NVLINK, network_tables.nvlink_flags_table),
     "nvlink-model": from_records(_NVLINK, network_tables.nvlink_model_table),
     "network": from_records(_NETWORK, network_tables.idle_table),
+    "network-algorithms": from_records(
+        _NETWORK, network_tables.network_algorithms_table
+    ),
     "network-torch": from_records(_NETWORK, network_tables.torch_table),
     "network-loaded": from_records(_NETWORK, network_tables.loaded_table),
     "network-model": from_records(_NETWORK, network_tables.model_table),

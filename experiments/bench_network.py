@@ -10,10 +10,11 @@ interrupted; nothing leaves the namespaces.
     python experiments/bench_network.py --parts ttft step
     python experiments/bench_network.py --tiny                   # for CI
 
-Parts: ``allreduce``, one sum over sizes, rates and processes; ``background``, the same
-beside traffic that takes a part of the link; ``calibrate``, the share of communication
-in the time to first token over rates; ``ttft`` and ``step``, time to first token and
-training step at the one rate where that share is about 27 %, idle and beside traffic.
+Parts: ``allreduce``, one sum over sizes, rates and processes; ``algorithms``, the same
+in two shots and in one; ``background``, a sum beside traffic that takes a part of the
+link; ``calibrate``, the share of communication in the time to first token over rates;
+``ttft`` and ``step``, time to first token and training step at the one rate where that
+share is about 27 %, idle and beside traffic.
 
 The baseline is ``lax.psum`` of float16: on a CPU bfloat16 travels as float32. The
 decoder computes in float32; its exact sums are cast to float16 and back, its 4-bit sums
@@ -42,7 +43,7 @@ MIB = 1 << 20
 F32 = "psum float32"
 PLANS = ["exact", "compute alone", "echo"]  # of a decoder's sums
 
-Part = Literal["allreduce", "background", "calibrate", "ttft", "step"]
+Part = Literal["allreduce", "algorithms", "background", "calibrate", "ttft", "step"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -93,9 +94,18 @@ def tiny(settings: Settings) -> Settings:
     )
 
 
-def cases(settings: Settings) -> list[dict]:
+def cases(settings: Settings, part: str = "allreduce") -> list[dict]:
     """The baseline first. Every message goes through the codec, however small."""
     echo = {"min_bytes": 0, "residual_dtype": settings.residual_dtype}
+    if part == "algorithms":
+        names = {"two-shot": "echo", "one-shot": "echo, one shot"}
+        return [
+            {"name": "psum float16", "dtype": "float16", "config": None},
+            *(
+                {"name": name, "dtype": "float16", "config": echo | {"algorithm": kind}}
+                for kind, name in names.items()
+            ),
+        ]
     return [
         {"name": "psum float16", "dtype": "float16", "config": None},
         {"name": F32, "dtype": "float32", "config": None},
@@ -110,19 +120,20 @@ def cases(settings: Settings) -> list[dict]:
     ]
 
 
-def sums(settings: Settings, processes: int) -> Iterator[tuple[int, Place]]:
-    """``(bytes of a message, conditions)`` of each cell, fast links first."""
+def sums(settings: Settings, processes: int) -> Iterator[tuple[str, int, Place]]:
+    """``(part, bytes of a message, conditions)`` of each cell, fast links first."""
     at = functools.partial(Place, delay_ms=settings.delay_ms)
-    for rate in settings.rates if "allreduce" in settings.parts else ():
-        for size in settings.sizes:
-            if seconds(size, rate, processes) <= settings.longest:
-                yield size, at(rate=rate)
+    for part in ("allreduce", "algorithms"):
+        for rate in settings.rates if part in settings.parts else ():
+            for size in settings.sizes:
+                if seconds(size, rate, processes) <= settings.longest:
+                    yield part, size, at(rate=rate)
     levels = settings.backgrounds if "background" in settings.parts else ()
     for rate in settings.background_rates:
         for percent in filter(None, levels):
             for size in settings.background_sizes:
                 if seconds(size, rate, processes, percent) <= 2 * settings.longest:
-                    yield size, at(rate=rate, percent=percent)
+                    yield "allreduce", size, at(rate=rate, percent=percent)
 
 
 def seconds(size: int, rate: float, processes: int, percent: int = 0) -> float:
@@ -171,8 +182,8 @@ def run(settings: Settings, *, with_network: bool) -> None:
     start = functools.partial(open_lab, with_network=with_network)
     for processes in settings.processes:
         wanted = [
-            (size, place)
-            for size, place in sums(settings, processes)
+            (part, size, place)
+            for part, size, place in sums(settings, processes)
             if with_network or not place.percent
         ]
         if not wanted:
@@ -180,16 +191,17 @@ def run(settings: Settings, *, with_network: bool) -> None:
         with start(processes, torch=None) as lab:
             measure = Measure(lab, settings.out, settings.budget)
             lab.ask("check", cases=cases(settings), values=1 << 16)
-            for size, place in wanted:
-                chosen = cases(settings)
+            for part, size, place in wanted:
+                chosen = cases(settings, part)
                 # Beside traffic the float32 sum says nothing new.
                 chosen = [c for c in chosen if not place.percent or c["name"] != F32]
-                measure.sums(chosen, size, place)
+                measure.sums(chosen, size, place, part=part)
         if settings.torch:
             with start(processes, torch=settings.torch) as lab:
                 measure = Measure(lab, settings.out, settings.budget)
-                for size, place in wanted:
-                    measure.torch_sums(size, place)
+                for part, size, place in wanted:
+                    if part == "allreduce":
+                        measure.torch_sums(size, place)
     wanted = [c for c in models(settings) if with_network or not c[2].percent]
     if wanted:
         with start(settings.model_processes, torch=None) as lab:

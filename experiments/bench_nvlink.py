@@ -1,10 +1,11 @@
 """Tensor-parallel sums over the links of one host: exact against few bits.
 
 On however many devices are there: the all-reduce alone over sizes, pieces, residual
-kinds and rotation; then time to first token and training step of a decoder of random
-weights. Large sums and the decoder also while another process takes a share of the
-links. Correctness is checked before anything is timed. The cost of a call is the median
-over repetitions of a chain of dependent calls, divided by its length.
+kinds and rotation; its codec and its exchanges, each alone; then time to first token
+and training step of a decoder of random weights. Large sums and the decoder also while
+another process takes a share of the links. Correctness is checked before anything is
+timed. The cost of a call is the median over repetitions of a chain of dependent calls,
+divided by its length.
 
     python experiments/bench_nvlink.py                 # ten minutes at most on GPUs
     python experiments/bench_nvlink.py --tiny          # on the CPU, for CI
@@ -22,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 import tyro
 from jax.sharding import AxisType, Mesh
+from links.stages import sent_bytes, stage_seconds
 from links.traffic import LinkTraffic
 
 import echo_jax as echo
@@ -53,6 +55,7 @@ class Settings:
     chain: int = 16  # dependent sums that are timed together; half of large ones
     background: tuple[float, ...] = (0.5, 0.75, 1.0)  # of the links, besides none
     background_from: int = 64 * MIB  # bytes of the smallest message beside traffic
+    stage_sizes: tuple[int, ...] = (MIB, 64 * MIB, 1024 * MIB)  # timed by stage
     model_width: int = 4096  # of the decoder
     model_layers: int = 8
     model_lengths: tuple[int, ...] = (2048, 8192)  # tokens in a sequence
@@ -185,6 +188,43 @@ def _share(entries: dict) -> str:
     return f"{100 * entries['background']:3.0f} % (got {100 * got:3.0f} %)"
 
 
+def time_stages(run: Run) -> None:
+    """Codec and exchanges of a sum in 4 bits, each alone, and the buses' bandwidth."""
+    settings = run.settings
+    config = echo.EchoConfig(min_bytes=0, residual_dtype="int8")
+    for size in settings.stage_sizes:
+        if run.clock.over():
+            return
+        shape = benchmark.message_shape(size // 2)
+        found = stage_seconds(
+            run.mesh,
+            shape,
+            config,
+            length=settings.chain,
+            repetitions=settings.repetitions,
+        )
+        sent = sent_bytes(shape, run.mesh.size, config)
+        for stage, seconds in found.items():
+            entries = {"gpus": run.mesh.size, "message_bytes": size, "stage": stage}
+            entries["xla_flags"] = os.environ.get("XLA_FLAGS", "")
+            if stage in sent:
+                entries["bus_bytes_per_second"] = sent[stage] / seconds
+            run.writer.write(
+                Record(
+                    experiment="bench_nvlink",
+                    metric="stage_ms",
+                    value=1e3 * seconds,
+                    unit="ms",
+                    config=entries,
+                )
+            )
+            rate = f"{sent[stage] / seconds / 1e9:8.1f} GB/s" if stage in sent else ""
+            print(
+                f"{size / MIB:9.3f} MiB, {stage:9} {1e3 * seconds:9.4f} ms {rate}",
+                flush=True,
+            )
+
+
 def decoder(settings: Settings) -> DecoderConfig:
     width = settings.model_width
     return DecoderConfig(
@@ -291,6 +331,7 @@ def main() -> None:
             pieces=(2,),
             background=(0.5,),
             background_from=0,
+            stage_sizes=(MIB >> 4,),
             model_width=64,
             model_layers=1,
             model_lengths=(16,),
@@ -308,6 +349,7 @@ def main() -> None:
             traffic=traffic,
         )
         time_sums(run)
+        time_stages(run)
         time_model(run)
 
 

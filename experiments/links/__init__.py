@@ -1,1 +1,1 @@
-"""Traffic of others on the links between the devices of one host."""
+"""The links between the devices of one host: others' traffic, a sum's stages."""

@@ -36,15 +36,18 @@ class Measure:
         self._built: tuple[DecoderConfig, int] | None = None
         self._parameters = 0
 
-    def sums(self, cases: list[dict], size: int, place: Place) -> None:
+    def sums(
+        self, cases: list[dict], size: int, place: Place, part: str = "allreduce"
+    ) -> None:
         """One sum: every case at one size; the first is the baseline.
 
         Args:
           cases: name, dtype and configuration of each, as the workers take them.
           size: bytes of a rank's float16 message.
           place: the conditions.
+          part: of the grid.
         """
-        cell = self._cell("allreduce", place, message_bytes=size)
+        cell = self._cell(part, place, message_bytes=size)
         if self.known.has(cell):
             return
         values = size // 2

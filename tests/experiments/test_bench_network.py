@@ -132,7 +132,7 @@ def test_the_grid_covers_what_the_links_can_carry():
     settings = bench_network.Settings()
     grid = {
         (size, place.rate, place.percent)
-        for size, place in bench_network.sums(settings, 2)
+        for _, size, place in bench_network.sums(settings, 2)
     }
     assert {size for size, rate, _ in grid if rate == 0} == set(settings.sizes)
     # The reference message at 100 Mbit/s; not 64 MiB at 50, which takes ten seconds.
