@@ -73,8 +73,7 @@ def _chain(mesh: Mesh, shape, config: echo.EchoConfig, name: str, length: int):
         stage, state = _stage(x[0], shape, config, name, axis_name, mesh.size)
         made = ()
         for _ in range(length):
-            # Each repetition waits for the one before; nothing is copied for that.
-            state, made = lax.optimization_barrier(stage(*state))
+            state, made = stage(*state)
         return jax.tree.map(lambda leaf: leaf[None], made)
 
     spec = PartitionSpec(axis_name)
@@ -92,30 +91,39 @@ def _stage(
     codec = get_codec(config.backend, fmt)
     blocks = blocking.blocks_per_chunk(shape, fmt.block_size, ranks)
     residual = echo.init_residual(x, axis_name, config=config)
-    payloads = jnp.zeros((ranks, blocks * fmt.block_bytes), jnp.uint8)
-    # As far as the compiler knows, they differ from rank to rank.
-    payloads = payloads + (lax.axis_index(axis_name) * 0).astype(jnp.uint8)
+    # Bytes of the message stand for payloads: what is constant would not be sent.
+    payload_bytes = ranks * blocks * fmt.block_bytes
+    payloads = lax.bitcast_convert_type(x, jnp.uint8).ravel()[:payload_bytes]
+    payloads = payloads.reshape(ranks, -1)
+
+    def after(operand, made):
+        """The operand, one byte of which waits for what was made from it before."""
+        byte = made.ravel()[:1].astype(jnp.uint8).reshape((1,) * operand.ndim)
+        return lax.dynamic_update_slice(operand, byte, (0,) * operand.ndim)
 
     def send(x, owed):
         made, owed = codec.send(x, owed, fmt=fmt, chunks=ranks)
         return (x, owed), made
 
     def exchange(payloads):
-        return (payloads,), lax.all_to_all(payloads, axis_name, 0, 0, tiled=True)
+        made = lax.all_to_all(payloads, axis_name, 0, 0, tiled=True)
+        return (made,), made
 
     def reduce(payloads, owed):
         made, owed = codec.reduce(payloads, owed, fmt=fmt)
         return (payloads, owed), made
 
     def gather(payload):
-        return (payload,), lax.all_gather(payload, axis_name)
+        made = lax.all_gather(payload, axis_name)
+        return (after(payload, made),), made
 
     def return_(payloads):
         rows = codec.return_(payloads[None], shape=shape, dtype=x.dtype, fmt=fmt)
-        return (payloads,), rows
+        return (after(payloads, rows),), rows
 
     def psum(x):
-        return (x,), lax.psum(x, axis_name)
+        made = lax.psum(x, axis_name)
+        return (made,), made
 
     return {
         "send": (send, (x, residual.send)),

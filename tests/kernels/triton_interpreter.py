@@ -7,6 +7,7 @@ Prints one JSON object: the failure of each case, or null.
 import json
 import os
 import sys
+import threading
 import traceback
 import types
 
@@ -25,6 +26,11 @@ _TRITON_NAMES = {
     "uint8": "uint8",
     "int8": "int8",
 }
+
+
+# Launches that do not depend on each other come from several threads, and the
+# interpreter changes Triton's own modules while it runs.
+_ONE_AT_A_TIME = threading.Lock()
 
 
 class HostTensor:
@@ -102,7 +108,8 @@ def triton_call(
             outputs[target] = operands[place]
         once = out_type is not None
         passed = [out for out in outputs if not (once and out in operands)]
-        kernel[grid](*operands, *passed, **options)
+        with _ONE_AT_A_TIME:
+            kernel[grid](*operands, *passed, **options)
         return [output.array for output in outputs]
 
     return jax.pure_callback(run, results, *(args[place] for place in places))
