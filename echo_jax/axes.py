@@ -100,6 +100,14 @@ def in_turn(*arrays: jax.Array) -> tuple[jax.Array, ...]:
     )
 
 
+def after(x: jax.Array, other: jax.Array) -> jax.Array:
+    """``x``; what takes it waits, on a GPU, until ``other`` is computed as well.
+
+    ``x`` varies along all axes that ``other`` varies along.
+    """
+    return in_turn(x, to_varying(other, varying_axes(x)))[0]
+
+
 def check_invariant(verb: str, x: AnyFloat, axis_name: AxisName) -> None:
     """Refuses a value that already varies along the axis.
 

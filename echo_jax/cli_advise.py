@@ -150,6 +150,12 @@ def prepare_advice(command: Advise) -> Callable[[], int]:
                 f"{command.load} was calibrated for {saved.dtype}, the sums are of "
                 f"{dtype}: calibrate again."
             )
+        asked, had = command.config.algorithm, saved.config.algorithm
+        if asked not in (EchoConfig().algorithm, had):
+            raise ValueError(
+                f"{command.load} was calibrated for algorithm={had}, not {asked}: "
+                "calibrate again."
+            )
         saved = _with_burst(saved, command.burst_bytes)
         return lambda: _report(command, saved, saved.ranks, decoder)
     if command.machine != "here":

@@ -13,10 +13,11 @@ Path = Literal["auto", "exact"]
 Algorithm = Literal["two-shot", "one-shot"]
 ResidualDtype = Literal["float32", "bfloat16", "int8", "int4"]
 
-# What "auto" stands for. For smaller messages, launching the codec and making two
-# exchanges costs more time than the saved bytes win back: over a network below 64 KiB
-# (two ranks) to 256 KiB (four), between GPUs with their fast links below tens of MiB
-# (two H200s over NVLink). Decode steps of a few tokens are far below both.
+# What "auto" stands for. For smaller messages, launching the codec and making its
+# exchanges (two, as shipped) costs more time than the saved bytes win back: over a
+# network below 64 KiB (two ranks) to 256 KiB (four), between GPUs with their fast links
+# below tens of MiB (two H200s over NVLink). Decode steps of a few tokens are far below
+# both.
 _AUTO_MIN_BYTES = 1 << 18
 _AUTO_MIN_BYTES_GPU = 1 << 25
 

@@ -37,8 +37,10 @@ Payload: TypeAlias = UInt8[Array, "payload_bytes"]
 """What travels to one destination: the codes of all blocks, then their scales."""
 
 Payloads: TypeAlias = UInt8[Array, "chunks payload_bytes"]
-RanksPayloads: TypeAlias = UInt8[Array, "ranks chunks payload_bytes"]
 """One payload for (or from) each rank."""
+
+RanksPayloads: TypeAlias = UInt8[Array, "ranks chunks payload_bytes"]
+"""The payloads of all chunks from each rank, as one shot gathers them."""
 
 SendResidual: TypeAlias = Float[Array, "chunks blocks block"]
 ReduceResidual: TypeAlias = Float[Array, "blocks block"]

@@ -53,17 +53,33 @@ def all_reduce(
     )
     one_shot = config.algorithm == "one-shot"
     add_up = _add_up_everywhere if one_shot else _add_up_in_chunks
-    y, residual = add_up(x.reshape(shape), residual, axis_name, config, pieces, decode)
+    y, residual = add_up(
+        x.reshape(shape),
+        residual,
+        axis_name=axis_name,
+        config=config,
+        pieces=pieces,
+        decode=decode,
+    )
     assert y is not None  # cut_pieces returns at least one piece
     return y.reshape(x.shape), residual
 
 
-def _add_up_in_chunks(rows, residual, axis_name: AxisName, config, pieces, decode):
+def _add_up_in_chunks(
+    rows, residual, *, axis_name: AxisName, config: EchoConfig, pieces, decode
+):
     """Two shots: every rank adds up its chunk and hands out the sum."""
     codec, fmt = get_codec(config.backend, config.format), config.format
     send = None if residual is None else residual.send
     reduce = None if residual is None else residual.reduce
-    parts, send = _encode_pieces(rows, send, axis_name, config, pieces, _exchange)
+    parts, send = _encode_pieces(
+        rows,
+        send,
+        axis_name=axis_name,
+        config=config,
+        pieces=pieces,
+        transport=_exchange,
+    )
     sums, y = [], None
     for n, piece in enumerate(pieces):
         if n >= _AHEAD:
@@ -78,10 +94,19 @@ def _add_up_in_chunks(rows, residual, axis_name: AxisName, config, pieces, decod
     return y, residual
 
 
-def _add_up_everywhere(rows, residual, axis_name: AxisName, config, pieces, decode):
+def _add_up_everywhere(
+    rows, residual, *, axis_name: AxisName, config: EchoConfig, pieces, decode
+):
     """One shot: every rank receives all chunks of all ranks and adds them up."""
     send = None if residual is None else residual.send
-    parts, send = _encode_pieces(rows, send, axis_name, config, pieces, _hand_out)
+    parts, send = _encode_pieces(
+        rows,
+        send,
+        axis_name=axis_name,
+        config=config,
+        pieces=pieces,
+        transport=_hand_out,
+    )
     y = None
     for part, piece in zip(parts, pieces, strict=True):
         y = decode(part, piece=piece, out=y)
@@ -129,14 +154,16 @@ def gather(
     return y.reshape(ranks, *x.shape), residual
 
 
-def _encode_pieces(rows, owed, axis_name, config: EchoConfig, pieces, transport):
+def _encode_pieces(
+    rows, owed, *, axis_name: AxisName, config: EchoConfig, pieces, transport
+):
     """Encodes and transports one piece after the other; also returns the residual."""
     codec, fmt = get_codec(config.backend, config.format), config.format
     ranks, parts = axes.axis_size(axis_name), []
     for piece in pieces:
         part, owed = codec.send(rows, owed, fmt=fmt, chunks=ranks, piece=piece)
         if parts:  # transported one after the other, in this order
-            part, parts[-1] = axes.in_turn(part, parts[-1])
+            part = axes.after(part, parts[-1])
         parts.append(transport(part, axis_name))
     return parts, owed
 

@@ -1,6 +1,6 @@
 """``echo_psum_scatter`` and ``echo_all_gather``: the two halves of an all-reduce.
 
-Each quantizes its values once; :func:`echo_jax.echo_psum` does so twice.
+Each quantizes its values once; :func:`echo_jax.echo_psum` does so once or twice.
 """
 
 import functools

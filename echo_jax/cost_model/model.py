@@ -88,9 +88,10 @@ class CodecSpeed:
       ValueError: if a field is out of range: names it and its range.
     """
 
-    # Fixed time of each piece: launches and the start of two collectives.
-    piece_seconds: float
-    value_seconds: float  # of each value of a rank's message, in all three stages
+    # Both are of one algorithm and, in one shot, where every rank decodes what all have
+    # sent, of one number of ranks: fit them again for others.
+    piece_seconds: float  # fixed time of each piece: launches and starts of exchanges
+    value_seconds: float  # of each value of a rank's message, in all stages
     # Of codec and transport, the fraction of the shorter that overlaps with the longer
     # if the message is cut into many pieces.
     overlap: float = 0.0

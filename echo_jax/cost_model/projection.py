@@ -12,6 +12,8 @@ Measured: two H200s over NVLink (``experiments/results/bench_nvlink.jsonl``, fit
 - an exact sum uses the faster of a ring and a tree; over two levels it is a
   reduce-scatter inside each node, a sum of each rank's part between the nodes, and an
   all-gather inside each node;
+- the codec takes as long as in two shots, also in one, where it decodes what all ranks
+  have sent: with more than two ranks that underestimates its time;
 - echo's exchanges take one step for each other rank, one after the other, which
   overestimates their time where there are many ranks.
 """

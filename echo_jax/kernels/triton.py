@@ -42,10 +42,11 @@ _SEND_NIBBLES = _Tuning(tile_values=2048, num_warps=2)  # 16 bytes for each thre
 _REDUCE = _Tuning(tile_values=1024, num_warps=1)
 _RETURN = _Tuning(tile_values=1024, num_warps=1)
 _ROTATING = _Tuning(tile_values=2048, num_warps=2, tiles=4, stages=3)
-# Adding up rotated ranks takes so many registers that fewer threads are better.
+# Adding up rotated ranks takes so many registers that fewer threads are better. Timed
+# with two ranks.
 _ADDING_ROTATED = _Tuning(tile_values=1024, num_warps=1, tiles=8, stages=3)
-# Programs that keep a GPU busy: a small message is cut into at least as many, if it has
-# as many tiles. Ten for each of an H200's 132 multiprocessors.
+# Programs that keep a GPU busy: a small message is cut into about as many, if it has as
+# many tiles. Ten for each of an H200's 132 multiprocessors, more for smaller GPUs.
 _ENOUGH_PROGRAMS = 1320
 _SMALLEST_DOT = 16  # the fewest rows and columns that the tensor cores take
 _PART_WIDTH = 32  # see triton_kernels
@@ -190,6 +191,7 @@ def _launch(
     tile = tuning.tile_values // fmt.block_size
     if constants.get("ROTATE"):
         tile = max(tile, _SMALLEST_DOT)
+    assert tuning.tiles == 1 or tuning.stages > 1, "a program would leave out tiles"
     tiles = -(-blocks // tile)
     programs = max(-(-tiles // tuning.tiles), min(tiles, _ENOUGH_PROGRAMS // chunks))
     return triton_call.call(

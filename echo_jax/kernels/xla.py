@@ -113,7 +113,7 @@ def _encode_with_feedback(values: Blocks, residual, fmt: WireFormat):
     return payload, error.astype(residual.dtype)
 
 
-def _decode(payloads, fmt: WireFormat) -> Blocks:
+def _decode(payloads: Payload | Payloads, fmt: WireFormat) -> Blocks:
     """Dequantizes; stays rotated."""
     return quantizer.decode(*packing.split(payloads, fmt), fmt)
 

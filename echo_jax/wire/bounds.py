@@ -103,7 +103,7 @@ def gaussian_stream_error(fmt: WireFormat) -> float:
     contraction and ``r = k**2 / (1 - k**2)``, the send residual has ``r`` times the
     variance of a rank's values and the reduce residual ``r (1 + 2 r)`` times that of
     the sum. Together this gives ``sqrt(2 r + 2 r**2)`` for any number of calls and
-    ranks.
+    ranks; in one shot it would be ``sqrt(r)``.
     """
     owed = 1.0 / (1.0 / gaussian_contraction(fmt) ** 2 - 1.0)
     return math.sqrt(2.0 * owed + 2.0 * owed**2)
@@ -134,7 +134,9 @@ def error_bound(
 ) -> ErrorBound:
     """Bounds the residuals and the error of a sum of ``echo_psum`` outputs.
 
-    The bounds hold for every input, up to the rounding of float32 additions.
+    The bounds hold for every input, up to the rounding of float32 additions. They are
+    of sums in two shots; in one shot nothing is owed but the send residuals, and
+    ``ranks`` times their bound is that of the stream.
 
     Args:
       fmt: the wire format.

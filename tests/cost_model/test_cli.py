@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from echo_jax import cli, cli_advise
+from echo_jax import EchoConfig, cli, cli_advise
 from echo_jax.cost_model import (
     CodecSpeed,
     CostModel,
@@ -59,6 +59,14 @@ def test_where_few_bits_do_not_pay_it_says_so(calibration, capsys):
     text = said(capsys, "--load", calibration, "--sizes", "4096", "--share", "0.5")
     assert "Few bits do not pay for these messages: EchoConfig().exact()" in text
     assert "All of it: 1.00 times" in text
+
+
+def test_the_algorithm_that_was_calibrated_is_among_the_settings(tmp_path, capsys):
+    path = tmp_path / "once.json"
+    once = EchoConfig(algorithm="one-shot")
+    dataclasses.replace(LAN, config=once).save(path)
+    text = said(capsys, "--load", path, "--sizes", str(1 << 26))
+    assert 'algorithm="one-shot"' in text
 
 
 def test_a_model_brings_its_messages(calibration, tmp_path, capsys):
@@ -123,6 +131,7 @@ def test_a_mesh_is_calibrated_and_saved(tmp_path, monkeypatch, capsys):
         (["--machine", "h200", "--ranks", "12"], "ranks=12 must fill nodes"),
         (["--model", "missing"], "missing does not exist"),
         (["--load", "lan.json", "--dtype", "float32"], "was calibrated for float16"),
+        (["--load", "lan.json", "--algorithm", "one-shot"], "algorithm=two-shot"),
         (["--load", "lan.json", "--margin", "-1"], "margin=-1.0"),
         (["--load", "lan.json", "--margin", "nan"], "margin=nan"),
         (["--compute-ms", "nan"], "must be at least 0, and finite"),

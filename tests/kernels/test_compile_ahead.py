@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 
-import jax
 import pytest
 
 HERE = pathlib.Path(__file__).parent
@@ -133,9 +132,7 @@ def test_one_shot_is_two_launches_and_one_exchange_a_piece(target, rotation, pie
             r"all-gather-start (?:custom-call )+all-gather-done",
             " ".join(name for name, _ in facts["operations"]),
         )
-        # Older versions leave the order of the first two kernels to XLA, see
-        # echo_jax.axes.in_turn.
-        assert len(hidden) >= pieces - (jax.__version_info__ < (0, 11))
+        assert len(hidden) == pieces
 
 
 @needs_compiler
