@@ -201,11 +201,14 @@ def test_plots_take_the_best_case_and_shade_where_it_loses(tmp_path):
         place = {"network": "namespaces", "rate_mbit": 100, "background": 0}
         return {"metric": metric, "value": value, "config": {**place, **config}}
 
-    echo = {"path": "echo", "processes": 2, "message_bytes": MIB}
+    sums = {"part": "allreduce", "processes": 2, "message_bytes": MIB}
+    echo = sums | {"path": "echo"}
+    other = echo | {"part": "algorithms"}
     records = [
         record("allreduce_speedup", 0.5, case="echo", **echo),
         record("allreduce_speedup", 2.0, case="echo, 4 pieces", **echo),
         record("allreduce_speedup", 9.0, case="psum", **(echo | {"path": "psum"})),
+        record("allreduce_speedup", 9.0, case="echo, one shot", **other),
         record("ttft_speedup", 1.2, plan="echo"),
         record("ttft_speedup", 1.0, plan="exact"),
     ]
