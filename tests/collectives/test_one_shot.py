@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import echo_jax as echo
@@ -96,27 +97,27 @@ def test_the_error_of_any_number_of_calls_is_what_the_ranks_owe():
     ranks, calls = 3, 40
     x = draw(0, calls, ranks, *SHAPE)
 
-    def body(*parts):
-        residual = echo.init_residual(parts[0], "tp", config=PLAIN)
-        totals = [jnp.zeros(SHAPE)]
-        for part in parts:
+    def body(parts):
+        def call(carry, part):
+            total, residual = carry
             y, residual = echo.echo_psum(part, residual, "tp", config=PLAIN)
-            totals.append(totals[-1] + y)
-        return jnp.stack(totals[1:])
+            return (total + y, residual), total + y
 
-    totals = np.asarray(on_ranks(body)(*x))[0].astype(np.float64)
+        residual = echo.init_residual(parts[0], "tp", config=PLAIN)
+        return lax.scan(call, (jnp.zeros(SHAPE), residual), parts)[1]
+
+    totals = np.asarray(on_ranks(body)(x.swapaxes(0, 1)))[0].astype(np.float64)
     exact = np.cumsum(x.astype(np.float64).sum(axis=1), axis=0)
     bound = echo.error_bound(PLAIN.format, ranks=ranks, peak=float(np.abs(x).max()))
     slack = calls * 2.0**-23 * np.abs(exact).max()
     assert np.abs(totals - exact).max() <= ranks * bound.send_residual + slack
 
 
-@pytest.mark.parametrize("residual_dtype", ["bfloat16", "int8"])
-def test_pieces_change_no_bit(residual_dtype):
+def test_pieces_change_no_bit():
     x = draw(0, 2, 3, 4, 300)
     whole, *cut = (
-        dataclasses.replace(CONFIG, residual_dtype=residual_dtype, num_chunks=number)
-        for number in (1, 2, 3, 1000)
+        dataclasses.replace(CONFIG, residual_dtype="int8", num_chunks=number)
+        for number in (1, 3, 1000)
     )
     expected = on_ranks(_two_calls(whole))(x[0], x[1])
     for config in cut:
