@@ -111,8 +111,9 @@ def test_return_is_exact_up_to_one_rounding_to_the_dtype(form, backend):
         np.testing.assert_array_equal(y, expected)
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 17])
-@pytest.mark.parametrize("form", FORMATS, ids=str)
+@pytest.mark.parametrize(
+    ("form", "ranks"), [*((form, 3) for form in FORMATS), (FORMATS[0], 17)], ids=str
+)
 def test_return_of_many_ranks_rounds_once_for_each_addition(form, ranks, backend):
     """Decoding is exact; float32 additions in rank order are all that rounds."""
     fmt, twin = _formats(*form)
