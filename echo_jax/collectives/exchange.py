@@ -10,6 +10,7 @@ the same bytes in the same order.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -52,67 +53,45 @@ def all_reduce(
         codec.return_, shape=shape, dtype=x.dtype, fmt=fmt, stream=stream
     )
     one_shot = config.algorithm == "one-shot"
-    add_up = _add_up_everywhere if one_shot else _add_up_in_chunks
-    y, residual = add_up(
-        x.reshape(shape),
-        residual,
-        axis_name=axis_name,
-        config=config,
-        pieces=pieces,
-        decode=decode,
-    )
-    assert y is not None  # cut_pieces returns at least one piece
-    return y.reshape(x.shape), residual
-
-
-def _add_up_in_chunks(
-    rows, residual, *, axis_name: AxisName, config: EchoConfig, pieces, decode
-):
-    """Two shots: every rank adds up its chunk and hands out the sum."""
-    codec, fmt = get_codec(config.backend, config.format), config.format
     send = None if residual is None else residual.send
     reduce = None if residual is None else residual.reduce
     parts, send = _encode_pieces(
-        rows,
+        x.reshape(shape),
         send,
         axis_name=axis_name,
         config=config,
         pieces=pieces,
-        transport=_exchange,
+        transport=_hand_out if one_shot else _exchange,
     )
+    y = None
+    if one_shot:  # every rank has all chunks of all ranks
+        for part, piece in zip(parts, pieces, strict=True):
+            y = decode(part, piece=piece, out=y)
+    else:
+        add_up = functools.partial(codec.reduce, fmt=fmt)
+        y, reduce = _add_up_chunks(
+            parts, reduce, axis_name, pieces=pieces, add_up=add_up, decode=decode
+        )
+    assert y is not None  # cut_pieces returns at least one piece
+    if residual is not None:
+        residual = dataclasses.replace(residual, send=send, reduce=reduce)
+    return y.reshape(x.shape), residual
+
+
+def _add_up_chunks(
+    parts, owed, axis_name: AxisName, *, pieces, add_up: Callable, decode: Callable
+):
+    """Every rank adds up its chunk and hands out the sum; also returns the residual."""
     sums, y = [], None
     for n, piece in enumerate(pieces):
         if n >= _AHEAD:
             y = decode(sums[n - _AHEAD], piece=pieces[n - _AHEAD], out=y)
             y, parts[n] = axes.in_turn(y, parts[n])
-        total, reduce = codec.reduce(parts[n], reduce, fmt=fmt, piece=piece)
+        total, owed = add_up(parts[n], owed, piece=piece)
         sums.append(_hand_out(total, axis_name)[None])
     for total, piece in list(zip(sums, pieces, strict=True))[-_AHEAD:]:
         y = decode(total, piece=piece, out=y)
-    if residual is not None:
-        residual = dataclasses.replace(residual, send=send, reduce=reduce)
-    return y, residual
-
-
-def _add_up_everywhere(
-    rows, residual, *, axis_name: AxisName, config: EchoConfig, pieces, decode
-):
-    """One shot: every rank receives all chunks of all ranks and adds them up."""
-    send = None if residual is None else residual.send
-    parts, send = _encode_pieces(
-        rows,
-        send,
-        axis_name=axis_name,
-        config=config,
-        pieces=pieces,
-        transport=_hand_out,
-    )
-    y = None
-    for part, piece in zip(parts, pieces, strict=True):
-        y = decode(part, piece=piece, out=y)
-    if residual is not None:
-        residual = dataclasses.replace(residual, send=send)
-    return y, residual
+    return y, owed
 
 
 def reduce_scatter(
