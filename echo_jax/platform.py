@@ -1,4 +1,4 @@
-"""What programs will run on, as far as it is known without touching a device.
+"""What programs will run on, mostly as far as is known without touching a device.
 
 Touching one starts JAX's backends, after which ``jax.distributed.initialize`` fails.
 """
@@ -28,3 +28,8 @@ def expects_gpu() -> bool:
     chosen = jax.config.jax_platforms  # pyrefly: ignore[missing-attribute]
     wanted = not chosen or bool(_GPU_NAMES & set(chosen.split(",")))
     return wanted and has_cuda_plugin()
+
+
+def runs_on_cuda() -> bool:
+    """Whether JAX's default devices are NVIDIA GPUs; starts its backends."""
+    return expects_gpu() and jax.default_backend() == "gpu"

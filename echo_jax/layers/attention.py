@@ -1,11 +1,15 @@
 """Causal grouped-query attention with rotary positions, heads sharded over the axis."""
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Int
 
 from echo_jax.config import EchoConfig
+from echo_jax.layers.attention_kernel import (
+    AttentionKernel,
+    attend,
+    check_attention_kernel,
+)
 from echo_jax.layers.cache import KVCache, read_layer, write_layer
 from echo_jax.layers.dense import ColumnParallelDense, RowParallelDense, default_init
 from echo_jax.layers.norm import RMSNorm
@@ -33,10 +37,19 @@ class Attention(nnx.Module):
         training; None for not at all.
       qk_norm_epsilon: epsilon of an RMSNorm of each query and key head before the
         rotary embedding; None for no such norm.
+      kernel: what computes the attention: ``"xla"`` the operations of XLA, whose
+        memory grows with the square of the length; ``"cudnn"`` cuDNN's flash attention
+        on NVIDIA GPUs; ``"auto"`` the latter where the device, the dtype and
+        ``head_dim`` allow it. Set ``"xla"`` for a mesh of other devices than JAX's
+        default ones.
       out_init: initializer of the output projection.
       dtype: of the computation.
       param_dtype: of the parameters.
       rngs: random keys.
+
+    Raises:
+      ValueError: if ``kernel="cudnn"`` is asked for with a dtype or a ``head_dim`` that
+        it does not take or, when called, without an NVIDIA GPU.
 
     Source: Ainslie et al., "GQA: Training Generalized Multi-Query Transformer Models
     from Multi-Head Checkpoints", 2023.
@@ -53,12 +66,14 @@ class Attention(nnx.Module):
         rope_theta: float = 10_000.0,
         rope_scaling: RopeScaling | None = None,
         qk_norm_epsilon: float | None = None,
+        kernel: AttentionKernel = "auto",
         out_init: Initializer = default_init,
         dtype=jnp.float32,
         param_dtype=jnp.float32,
         rngs: nnx.Rngs,
     ):
         """See the class."""
+        check_attention_kernel(kernel, dtype, head_dim)
         kinds = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         kinds["axis_name"] = axis_name
         heads, kv_heads = num_heads * head_dim, num_kv_heads * head_dim
@@ -73,6 +88,7 @@ class Attention(nnx.Module):
             self.key_norm = RMSNorm(head_dim, epsilon=qk_norm_epsilon, **kinds)
         self.head_dim, self.rope_theta = head_dim, rope_theta
         self.rope_scaling = rope_scaling
+        self.kernel: AttentionKernel = kernel
 
     def __call__(
         self,
@@ -117,7 +133,7 @@ class Attention(nnx.Module):
         cache = write_layer(cache, layer, key, value)
         keys, values = read_layer(cache, layer)
         mask = cache.mask(x.shape[1])[:, None]
-        mixed = jax.nn.dot_product_attention(query, keys, values, mask=mask)
+        mixed = attend(query, keys, values, kernel=self.kernel, mask=mask)
         mixed = mixed.reshape(*mixed.shape[:2], -1)
         y, residual = self.out(mixed, residual, config=config, add_to=add_to)
         return y, residual, cache
@@ -125,7 +141,7 @@ class Attention(nnx.Module):
     def _mix(self, x: AnyFloat) -> AnyFloat:
         """The concatenated outputs of this rank's heads."""
         query, key, value = self._project(x, jnp.arange(x.shape[1]))
-        mixed = jax.nn.dot_product_attention(query, key, value, is_causal=True)
+        mixed = attend(query, key, value, kernel=self.kernel)
         return mixed.reshape(*mixed.shape[:2], -1)
 
     def _project(

@@ -1,5 +1,6 @@
 """Vocabulary-parallel embedding, readout and cross entropy."""
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
@@ -145,15 +146,22 @@ def vocab_parallel_cross_entropy(
 
     Source: Shoeybi et al., "Megatron-LM", 2019, section 3.
     """
-    logits = logits.astype(jnp.float32)
-    peak = lax.pmax(lax.stop_gradient(jnp.max(logits, axis=-1)), axis_name)
-    shifted = logits - peak[..., None]
-    normalizer = exact.psum(jnp.sum(jnp.exp(shifted), axis=-1), axis_name)
+    peak = lax.stop_gradient(jnp.max(logits, axis=-1)).astype(jnp.float32)
+    peak = lax.pmax(peak, axis_name)
     columns = logits.shape[-1]
     local = labels - lax.axis_index(axis_name) * columns
-    mine = (local >= 0) & (local < columns)
-    index = jnp.where(mine, local, 0)[..., None]
-    label_logit = jnp.take_along_axis(shifted, index, axis=-1)[..., 0]
-    label_logit = exact.psum(jnp.where(mine, label_logit, 0.0), axis_name)
+    normalizer, label_logit = _reduce_vocabulary(logits, peak, local)
+    normalizer = exact.psum(normalizer, axis_name)
+    label_logit = exact.psum(label_logit, axis_name)
     known = (labels >= 0) & (labels < columns * lax.axis_size(axis_name))
     return jnp.where(known, jnp.log(normalizer) - label_logit, jnp.nan)
+
+
+# Gradients keep the logits in their own dtype, and nothing else as large.
+@jax.checkpoint
+def _reduce_vocabulary(logits: AnyFloat, peak: AnyFloat, label: Int[Array, "..."]):
+    """This rank's sum of exponentials, and its label's logit or zero, both shifted."""
+    shifted = logits.astype(jnp.float32) - peak[..., None]
+    is_label = jnp.arange(logits.shape[-1]) == label[..., None]
+    label_logit = jnp.sum(jnp.where(is_label, shifted, 0.0), axis=-1)
+    return jnp.sum(jnp.exp(shifted), axis=-1), label_logit

@@ -1,5 +1,7 @@
 """Root-mean-square normalization."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -47,9 +49,15 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: AnyFloat) -> AnyFloat:
         """Normalizes ``x (..., width)``."""
-        scale = exact.pvary(self.scale[...], self.axis_name).astype(jnp.float32)
-        wide = x.astype(jnp.float32)
-        mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
-        return (wide * jax.lax.rsqrt(mean_square + self.epsilon) * scale).astype(
-            self.dtype
-        )
+        scale = exact.pvary(self.scale[...], self.axis_name)
+        return _normalize(x, scale, self.epsilon, self.dtype)
+
+
+# Gradients keep x alone and compute the rest again, in the pass that reads x anyway;
+# without that they would keep several float32 arrays of its shape.
+@functools.partial(jax.checkpoint, static_argnums=(2, 3), prevent_cse=False)
+def _normalize(x: AnyFloat, scale: AnyFloat, epsilon: float, dtype) -> AnyFloat:
+    wide = x.astype(jnp.float32)
+    mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
+    normal = wide * jax.lax.rsqrt(mean_square + epsilon)
+    return (normal * scale.astype(jnp.float32)).astype(dtype)

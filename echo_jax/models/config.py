@@ -6,6 +6,7 @@ from typing import Literal
 
 import tyro
 
+from echo_jax.layers.attention_kernel import AttentionKernel, check_attention_kernel
 from echo_jax.layers.partitioning import check_divides
 from echo_jax.layers.rope import RopeScaling
 
@@ -40,6 +41,9 @@ class DecoderConfig:
     vocab_multiple: int = 64
     dtype: str = "float32"  # of the computation, and so of the partial sums
     param_dtype: str = "float32"  # of the parameters
+    # What computes the attention: XLA's operations, cuDNN's flash attention, or the
+    # latter where device, dtype and head_dim allow it.
+    attention: AttentionKernel = "auto"
     # What the backward pass recomputes: nothing; each layer, its first sum included; or
     # (the one to use where memory is short) each layer except its sums, so that no
     # collective runs twice.
@@ -76,6 +80,7 @@ class DecoderConfig:
                 raise ValueError(
                     f"{name}={getattr(self, name)!r} must be one of {_DTYPES}."
                 )
+        check_attention_kernel(self.attention, self.dtype, self.head_dim)
         if self.remat not in ("none", "layer", "save_sums"):
             raise ValueError(
                 f"remat={self.remat!r} must be 'none', 'layer' or 'save_sums'."

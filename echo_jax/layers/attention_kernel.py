@@ -1,0 +1,112 @@
+"""Which kernel computes the attention of a layer."""
+
+from typing import Literal, get_args
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool
+
+from echo_jax import platform
+from echo_jax.typing import AnyFloat
+
+# What may be asked for, and what ``jax.nn.dot_product_attention`` is then told.
+AttentionKernel = Literal["auto", "xla", "cudnn"]
+Implementation = Literal["xla", "cudnn"]
+
+_CUDNN_DTYPES = ("bfloat16", "float16")
+_HEAD_DIM_EVERYWHERE = 128  # the longest head on every GPU that cuDNN's kernels run on
+_HEAD_DIM = 256  # and on Hopper and later ones
+
+
+def check_attention_kernel(kernel: AttentionKernel, dtype, head_dim: int) -> None:
+    """Refuses what can be computed on no device.
+
+    Raises:
+      ValueError: for an unknown kernel, or if cuDNN is asked for with a dtype or a head
+        that it does not take.
+    """
+    if kernel not in get_args(AttentionKernel):
+        raise ValueError(
+            f"attention={kernel!r} must be one of {get_args(AttentionKernel)}."
+        )
+    if kernel == "cudnn" and not _fits(dtype, head_dim, _HEAD_DIM):
+        raise ValueError(
+            f"attention='cudnn' takes dtypes {_CUDNN_DTYPES} and a head_dim that is a "
+            f"multiple of 8, at most {_HEAD_DIM}; got {jnp.dtype(dtype).name} and "
+            f"{head_dim}. Take 'auto' or 'xla'."
+        )
+
+
+def choose_implementation(
+    kernel: AttentionKernel, dtype, head_dim: int
+) -> Implementation:
+    """cuDNN's flash attention where ``auto`` may take it, else XLA's operations.
+
+    ``auto`` takes cuDNN if JAX's default devices are NVIDIA GPUs, values have 16 bits,
+    and heads at most 128 features, in multiples of 8.
+
+    Raises:
+      ValueError: as :func:`check_attention_kernel`, and if cuDNN is asked for where
+        JAX's default devices are no NVIDIA GPUs.
+    """
+    check_attention_kernel(kernel, dtype, head_dim)
+    if kernel == "cudnn" and not platform.runs_on_cuda():
+        raise ValueError(
+            "attention='cudnn' needs NVIDIA GPUs, and JAX's default devices are "
+            f"{jax.default_backend()}. Take 'auto', which falls back to 'xla'."
+        )
+    if kernel != "auto":
+        return kernel
+    usable = _fits(dtype, head_dim, _HEAD_DIM_EVERYWHERE) and platform.runs_on_cuda()
+    return "cudnn" if usable else "xla"
+
+
+def attend(
+    query: AnyFloat,
+    key: AnyFloat,
+    value: AnyFloat,
+    *,
+    kernel: AttentionKernel,
+    mask: Bool[Array, "batch 1 length slots"] | None = None,
+) -> AnyFloat:
+    """Softmax attention of ``(batch, length, heads, head_dim)`` queries.
+
+    Args:
+      query: of this rank's heads.
+      key: ``(batch, slots, kv_heads, head_dim)``; ``kv_heads`` divides ``heads``.
+      value: as ``key``.
+      kernel: what computes it.
+      mask: the slots that each query attends to; None for itself and those before.
+
+    Returns:
+      The mixed values, shaped and typed as ``query``.
+
+    Raises:
+      ValueError: as :func:`choose_implementation`.
+    """
+    implementation = choose_implementation(kernel, query.dtype, query.shape[-1])
+    length = query.shape[1]
+    if implementation == "cudnn" and mask is None and length % 2:
+        # cuDNN's gradients need an even length; no token attends to one after it.
+        query, key, value = map(_with_one_more_token, (query, key, value))
+    mixed = jax.nn.dot_product_attention(
+        query,
+        key,
+        value,
+        mask=mask,
+        is_causal=mask is None,
+        implementation=implementation,
+    )
+    return mixed[:, :length]
+
+
+def _with_one_more_token(x: AnyFloat) -> AnyFloat:
+    return jnp.pad(x, ((0, 0), (0, 1), (0, 0), (0, 0)))
+
+
+def _fits(dtype, head_dim: int, longest: int) -> bool:
+    return (
+        jnp.dtype(dtype).name in _CUDNN_DTYPES
+        and head_dim % 8 == 0
+        and head_dim <= longest
+    )

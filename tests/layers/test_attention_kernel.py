@@ -1,0 +1,173 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, PartitionSpec
+
+import echo_jax as echo
+from echo_jax import platform
+from echo_jax.layers import Attention, attention_kernel
+from echo_jax.models import DecoderConfig
+from tests import modules
+
+BATCH, LENGTH, HEADS, KV_HEADS, DIM = 2, 37, 4, 2, 64
+
+
+def on_gpu(cuda: bool, monkeypatch):
+    monkeypatch.setattr(platform, "runs_on_cuda", lambda: cuda)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "cuda", "chosen"),
+    [
+        ("bfloat16", 64, True, "cudnn"),
+        ("float16", 128, True, "cudnn"),
+        ("bfloat16", 64, False, "xla"),
+        ("float32", 64, True, "xla"),
+        ("bfloat16", 60, True, "xla"),
+        ("bfloat16", 256, True, "xla"),  # not on every GPU
+    ],
+)
+def test_auto_takes_what_every_gpu_can_do(dtype, head_dim, cuda, chosen, monkeypatch):
+    on_gpu(cuda, monkeypatch)
+    assert attention_kernel.choose_implementation("auto", dtype, head_dim) == chosen
+
+
+@pytest.mark.parametrize("kernel", ["xla", "cudnn"])
+def test_what_is_asked_for_is_taken(kernel, monkeypatch):
+    on_gpu(True, monkeypatch)
+    found = attention_kernel.choose_implementation(kernel, "bfloat16", 256)
+    assert found == kernel
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"attention": "cudnn"}, "float32"),
+        ({"attention": "cudnn", "dtype": "bfloat16", "head_dim": 36}, "and 36"),
+        ({"attention": "cudnn", "dtype": "bfloat16", "head_dim": 264}, "and 264"),
+    ],
+)
+def test_a_config_refuses_what_no_device_computes(fields, said):
+    with pytest.raises(ValueError, match=said):
+        DecoderConfig(**fields)
+
+
+def test_cudnn_without_a_gpu_is_refused_when_called(monkeypatch):
+    on_gpu(False, monkeypatch)
+    build = lambda: Attention(  # noqa: E731
+        32,
+        num_heads=4,
+        num_kv_heads=4,
+        head_dim=8,
+        kernel="cudnn",
+        dtype=jnp.bfloat16,
+        rngs=modules.rngs(),
+    )
+    config = echo.EchoConfig().exact()
+    run = modules.simulated(lambda m, x: m(x, None, config=config)[0], build, 2)
+    with pytest.raises(ValueError, match="Take 'auto'"):
+        run(modules.init(build), jnp.zeros((1, 5, 32), jnp.bfloat16))
+
+
+def draw(heads: int, seed: int, length: int = LENGTH):
+    shape = (BATCH, length, heads, DIM)
+    values = np.random.default_rng(seed).standard_normal(shape)
+    return jnp.asarray(values, jnp.bfloat16)
+
+
+def oracle(query, key, value, mask):
+    """Attention in NumPy float64; mask (batch, length, slots)."""
+    query, key, value = (np.asarray(a, np.float64) for a in (query, key, value))
+    share = query.shape[2] // key.shape[2]
+    key, value = (np.repeat(a, share, axis=2) for a in (key, value))
+    scores = np.einsum("btnh,bsnh->bnts", query, key) / np.sqrt(query.shape[-1])
+    scores = np.where(mask[:, None], scores, -np.inf)
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    weights /= weights.sum(axis=-1, keepdims=True)
+    return np.einsum("bnts,bsnh->btnh", weights, value)
+
+
+def causal(length: int):
+    return np.broadcast_to(np.tri(length, dtype=bool), (BATCH, length, length))
+
+
+# Scores and weights are rounded to bfloat16 once each at most, and so is the result:
+# relative errors of 2^-8 each, on mixtures of values that are at most the largest.
+def tolerance(value) -> float:
+    return 4 * 2.0**-8 * float(jnp.abs(value).max())
+
+
+@pytest.fixture(params=["xla", "cudnn"])
+def kernel(request):
+    if request.param == "cudnn" and not platform.runs_on_cuda():
+        pytest.skip("needs an NVIDIA GPU (and JAX_PLATFORMS that names cuda)")
+    return request.param
+
+
+def test_attention_against_float64(kernel):
+    query, key, value = draw(HEADS, 0), draw(KV_HEADS, 1), draw(KV_HEADS, 2)
+    got = attention_kernel.attend(query, key, value, kernel=kernel)
+    wanted = oracle(query, key, value, causal(LENGTH))
+    assert got.dtype == jnp.bfloat16
+    np.testing.assert_allclose(
+        np.asarray(got, np.float64), wanted, rtol=0, atol=tolerance(value)
+    )
+
+
+def test_masked_attention_against_float64(kernel):
+    """Five new tokens after a cache, one sequence with slots that hold no token."""
+    query, key, value = draw(HEADS, 0, 5), draw(KV_HEADS, 1), draw(KV_HEADS, 2)
+    slot, last = np.arange(LENGTH), 20 + np.arange(5)[:, None]
+    mask = (slot <= last) & (slot >= np.array([0, 7])[:, None, None])
+    got = attention_kernel.attend(
+        query, key, value, kernel=kernel, mask=jnp.asarray(mask[:, None])
+    )
+    np.testing.assert_allclose(
+        np.asarray(got, np.float64),
+        oracle(query, key, value, mask),
+        rtol=0,
+        atol=tolerance(value),
+    )
+
+
+def test_a_token_that_attends_to_nothing_stays_finite(kernel):
+    """One NaN in a padded token's value would reach all tokens after it."""
+    query, key, value = draw(HEADS, 0, 8), draw(KV_HEADS, 1, 8), draw(KV_HEADS, 2, 8)
+    mask = np.tri(8, dtype=bool) & (np.arange(8) >= 3)
+    mask = jnp.asarray(np.broadcast_to(mask, (BATCH, 1, 8, 8)))
+    got = attention_kernel.attend(query, key, value, kernel=kernel, mask=mask)
+    assert bool(jnp.isfinite(got).all())
+
+
+@pytest.mark.parametrize("place", ["shard_map", "vmap"])
+def test_gradients_on_ranks_against_float32(kernel, place):
+    """Values and gradients, where the types of varying values are tracked and not."""
+    query, key, value = draw(HEADS, 0), draw(KV_HEADS, 1), draw(KV_HEADS, 2)
+    weight = draw(HEADS, 3)
+
+    def loss(arrays, kernel):
+        mixed = attention_kernel.attend(*arrays, kernel=kernel)
+        return jnp.sum(mixed.astype(jnp.float32) * weight[: mixed.shape[0]])
+
+    def gradient(arrays):
+        return jax.grad(loss)(arrays, kernel)
+
+    if place == "shard_map":
+        mesh = jax.make_mesh((1,), ("tp",), axis_types=(AxisType.Auto,))
+        spec = PartitionSpec("tp")
+        ranks = jax.shard_map(gradient, mesh=mesh, in_specs=(spec,), out_specs=spec)
+        got = jax.jit(ranks)((query, key, value))
+    else:
+        cut = jax.tree.map(lambda a: a[:, None], (query, key, value))
+        weight = weight[:1]
+        got = jax.jit(jax.vmap(gradient, axis_name="tp"))(cut)
+        got = jax.tree.map(lambda a: a[:, 0], got)
+        weight = jnp.broadcast_to(weight, (BATCH, *weight.shape[1:]))
+    wide = jax.tree.map(lambda a: a.astype(jnp.float32), (query, key, value))
+    wanted = jax.grad(loss)(wide, "xla")
+    for ours, theirs in zip(got, wanted, strict=True):
+        scale = float(jnp.abs(theirs).max())
+        np.testing.assert_allclose(
+            np.asarray(ours, np.float64), theirs, rtol=0, atol=8 * 2.0**-8 * scale
+        )
