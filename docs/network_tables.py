@@ -35,11 +35,20 @@ NVLINK_SECTIONS = (
      "exact sum without flags, which is the fastest: registered memory speeds up the "
      "exchanges of bytes and slows down NCCL's sum. The copy engines alone were "
      "measured with an earlier version."),
+    ("Stages of a sum over NVLink", "bench_nvlink", "nvlink-stages",
+     "The same: what a sum in 4 bits, rotated, with the residual in one byte, is made "
+     "of, each stage alone, beside the exact sum. A stage is timed in a chain of "
+     "calls that each need the one before, and what ties them together counts: stages "
+     "take longer here than in a sum, the small ones several times as long. The "
+     "bandwidth is the bytes that a rank sends over the time."),
     ("A decoder over NVLink", "bench_nvlink", "nvlink-model",
      "Two H200s of one host, random weights, the default `min_bytes`, residuals in one "
-     "byte a value, sums of 64 MiB; others' traffic as above. *Echo*: 4 bits at every "
-     "call; *echo edges*: 8 in the first two layers and the last. Over idle links "
-     "the plans differ by less than the rounds of one of them: nothing is gained."),
+     "byte a value, sums of 64 MiB, attention by cuDNN; others' traffic as above. "
+     "*Echo*: 4 bits at every call; *echo edges*: 8 in the first two layers and the "
+     "last; *echo one shot*: 4 bits in one exchange. Over idle links nothing is "
+     "gained. The more others take, the sooner the first token comes; a training step "
+     "gains little even then, for XLA computes gradients of weights while the exact "
+     "backward sums travel."),
 )  # fmt: skip
 SLOW_SECTIONS = (
     ("Sums over a slow network", "bench_network", "network",
@@ -153,6 +162,24 @@ def nvlink_flags_table(records: list[dict]) -> tuple[tuple, Rows]:
 def _flags_in_words(flags: str) -> str:
     """Each flag as code."""
     return ", ".join(f"`{flag}`" for flag in flags.split()) or "no flag"
+
+
+def nvlink_stage_table(records: list[dict]) -> tuple[tuple, Rows]:
+    """Time of each stage of a sum by the bytes of the message, and what it sends."""
+    cells: dict[str, dict[int, str]] = {}
+    for record in records:
+        config = record["config"]
+        if record["metric"] == "stage_ms" and not config.get("xla_flags"):
+            text = f"{record['value']:.3f} ms"
+            if "bus_bytes_per_second" in config:
+                text += f", {config['bus_bytes_per_second'] / 1e9:,.0f} GB/s"
+            cells.setdefault(config["stage"], {})[config["message_bytes"]] = text
+    sizes = sorted({size for found in cells.values() for size in found})
+    rows = [
+        (stage, *(found.get(size, "-") for size in sizes))
+        for stage, found in cells.items()
+    ]
+    return ("stage", *map(cost_tables.size_in_words, sizes)), rows
 
 
 def nvlink_model_table(records: list[dict]) -> tuple[tuple, Rows]:

@@ -358,6 +358,9 @@ TABLES: dict[str, Callable[[pathlib.Path], str]] = {
     "gradient": gradient_table,
     "training": training_table,
     "train-parity": from_records("train_parity.jsonl", training_tables.parity_table),
+    "train-parity-deep": from_records(
+        "train_parity.jsonl", training_tables.parity_table, layers=32
+    ),
     "device-training": from_records(
         "device_training.jsonl", training_tables.device_table
     ),
@@ -375,6 +378,7 @@ TABLES: dict[str, Callable[[pathlib.Path], str]] = {
     "nvlink": from_records(_NVLINK, network_tables.nvlink_table),
     "nvlink-loaded": from_records(_NVLINK, network_tables.nvlink_loaded_table),
     "nvlink-flags": from_records(_NVLINK, network_tables.nvlink_flags_table),
+    "nvlink-stages": from_records(_NVLINK, network_tables.nvlink_stage_table),
     "nvlink-model": from_records(_NVLINK, network_tables.nvlink_model_table),
     "network": from_records(_NETWORK, network_tables.idle_table),
     "network-algorithms": from_records(

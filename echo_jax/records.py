@@ -43,11 +43,13 @@ class RecordWriter:
 
     Args:
       path: the JSON-lines file; its folder is made when the first record comes.
+      origin: provenance of the records, if it is not this process that measures: as
+        :func:`origin_of` reads it from another file.
     """
 
-    def __init__(self, path: pathlib.Path):
+    def __init__(self, path: pathlib.Path, *, origin: dict[str, Any] | None = None):
         """See the class."""
-        self.path = path
+        self.path, self.origin = path, origin
 
     def write(self, record: Record) -> None:
         """Appends one record with its provenance.
@@ -56,7 +58,8 @@ class RecordWriter:
           OSError: if the file cannot be written.
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        entries = {**dataclasses.asdict(record), **provenance()}
+        origin = provenance() if self.origin is None else self.origin
+        entries = {**dataclasses.asdict(record), **origin}
         for name in ("value", "spread"):
             number = getattr(record, name)
             if number is not None and not math.isfinite(number):
@@ -96,6 +99,19 @@ def read_records(path: pathlib.Path) -> list[dict[str, Any]]:
                 stacklevel=2,
             )
     return records
+
+
+def origin_of(path: pathlib.Path) -> dict[str, Any]:
+    """Provenance of the last record of a file.
+
+    Raises:
+      OSError: if the file cannot be read.
+      ValueError: if it has no record.
+    """
+    records = read_records(path)
+    if not records:
+        raise ValueError(f"{path} has no record.")
+    return {name: records[-1].get(name) for name in provenance()}
 
 
 def _spelled(config: Any) -> Any:

@@ -27,7 +27,7 @@ import tyro
 from echo_jax.config import Backend
 from echo_jax.devices import use_compilation_cache, use_cpu_devices
 from echo_jax.models import DecoderConfig
-from echo_jax.records import Record, RecordWriter
+from echo_jax.records import Record, RecordWriter, origin_of
 from echo_jax.training import (
     CheckpointConfig,
     DataConfig,
@@ -196,11 +196,14 @@ def heldout(settings: Settings, name: str) -> dict[int, list[float]]:
 
 def summarize(settings: Settings) -> None:
     """Appends what the runs have come to: curves, last losses, gaps to exact."""
-    writer, exact = RecordWriter(settings.out), heldout(settings, "exact")
+    exact = heldout(settings, "exact")
     if not exact:
         raise SystemExit(f"{settings.work} holds no exact run to compare with")
     vocab_size = Manifest.load(settings.data).vocab_size
     for name in settings.variants:
+        # Runs may have been made elsewhere, on a machine with GPUs.
+        origin = origin_of(settings.work / name / "metrics.jsonl")
+        writer = RecordWriter(settings.out, origin=origin)
         write_curves(settings, writer, name, vocab_size)
         measured = heldout(settings, name)
         for step in sorted(set(measured) & set(exact)):

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from echo_jax.records import Record, RecordWriter, read_records
+from echo_jax.records import Record, RecordWriter, origin_of, read_records
 
 
 def record(**changes) -> Record:
@@ -53,3 +53,23 @@ def test_a_line_that_is_no_record_costs_itself_alone(tmp_path, line):
     RecordWriter(path).write(record(value=3.0))
     with pytest.warns(UserWarning, match="line 1 is not a whole record"):
         assert [found["value"] for found in read_records(path)] == [3.0]
+
+
+def test_records_of_a_run_elsewhere_keep_where_it_was(tmp_path):
+    """A summary is often written on another machine than the one that measured."""
+    run, summary = tmp_path / "run.jsonl", tmp_path / "summary.jsonl"
+    RecordWriter(run).write(record())
+    (elsewhere,) = read_records(run)
+    run.write_text(json.dumps({**elsewhere, "device": "1 x GPU", "commit": "abc"}))
+    RecordWriter(summary, origin=origin_of(run)).write(record(value=2.0))
+    (found,) = read_records(summary)
+    assert found["value"] == 2.0
+    assert (found["device"], found["commit"]) == ("1 x GPU", "abc")
+    assert found["date"] == elsewhere["date"]
+
+
+def test_no_origin_in_a_file_without_records(tmp_path):
+    path = tmp_path / "run.jsonl"
+    path.write_text("")
+    with pytest.raises(ValueError, match="no record"):
+        origin_of(path)

@@ -75,7 +75,7 @@ def attend(
       query: of this rank's heads.
       key: ``(batch, slots, kv_heads, head_dim)``; ``kv_heads`` divides ``heads``.
       value: as ``key``.
-      kernel: what computes it.
+      kernel: what computes it. A single token after a cache is left to XLA.
       mask: the slots that each query attends to; None for itself and those before.
 
     Returns:
@@ -86,6 +86,10 @@ def attend(
     """
     implementation = choose_implementation(kernel, query.dtype, query.shape[-1])
     length = query.shape[1]
+    if mask is not None and length == 1:
+        implementation = (
+            "xla"  # one token after the cache: nothing to keep out of memory
+        )
     if implementation == "cudnn" and mask is None and length % 2:
         # cuDNN's gradients need an even length; no token attends to one after it.
         query, key, value = map(_with_one_more_token, (query, key, value))

@@ -171,3 +171,17 @@ def test_gradients_on_ranks_against_float32(kernel, place):
         np.testing.assert_allclose(
             np.asarray(ours, np.float64), theirs, rtol=0, atol=8 * 2.0**-8 * scale
         )
+
+
+def test_one_token_after_a_cache(kernel):
+    query, key, value = draw(HEADS, 0, 1), draw(KV_HEADS, 1), draw(KV_HEADS, 2)
+    mask = np.broadcast_to(np.arange(LENGTH) < 20, (BATCH, 1, LENGTH))
+    got = attention_kernel.attend(
+        query, key, value, kernel=kernel, mask=jnp.asarray(mask[:, None])
+    )
+    np.testing.assert_allclose(
+        np.asarray(got, np.float64),
+        oracle(query, key, value, mask),
+        rtol=0,
+        atol=tolerance(value),
+    )
