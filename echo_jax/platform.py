@@ -30,6 +30,12 @@ def expects_gpu() -> bool:
     return wanted and has_cuda_plugin()
 
 
-def runs_on_cuda() -> bool:
-    """Whether JAX's default devices are NVIDIA GPUs; starts its backends."""
-    return expects_gpu() and jax.default_backend() == "gpu"
+def cuda_capability() -> tuple[int, int] | None:
+    """Compute capability of JAX's default devices; starts its backends.
+
+    None if they are no NVIDIA GPUs.
+    """
+    if not expects_gpu() or jax.default_backend() != "gpu":
+        return None
+    major, minor = jax.local_devices()[0].compute_capability.split(".")
+    return int(major), int(minor)

@@ -14,8 +14,9 @@ AttentionKernel = Literal["auto", "xla", "cudnn"]
 Implementation = Literal["xla", "cudnn"]
 
 _CUDNN_DTYPES = ("bfloat16", "float16")
-_HEAD_DIM_EVERYWHERE = 128  # the longest head on every GPU that cuDNN's kernels run on
-_HEAD_DIM = 256  # and on Hopper and later ones
+# What every GPU does that runs cuDNN's kernels; Hopper would take longer heads.
+_LONGEST_HEAD = 128
+_LEAST_CAPABILITY = (8, 0)
 
 
 def check_attention_kernel(kernel: AttentionKernel, dtype, head_dim: int) -> None:
@@ -29,10 +30,10 @@ def check_attention_kernel(kernel: AttentionKernel, dtype, head_dim: int) -> Non
         raise ValueError(
             f"attention={kernel!r} must be one of {get_args(AttentionKernel)}."
         )
-    if kernel == "cudnn" and not _fits(dtype, head_dim, _HEAD_DIM):
+    if kernel == "cudnn" and not _fits(dtype, head_dim):
         raise ValueError(
             f"attention='cudnn' takes dtypes {_CUDNN_DTYPES} and a head_dim that is a "
-            f"multiple of 8, at most {_HEAD_DIM}; got {jnp.dtype(dtype).name} and "
+            f"multiple of 8, at most {_LONGEST_HEAD}; got {jnp.dtype(dtype).name} and "
             f"{head_dim}. Take 'auto' or 'xla'."
         )
 
@@ -42,23 +43,26 @@ def choose_implementation(
 ) -> Implementation:
     """cuDNN's flash attention where ``auto`` may take it, else XLA's operations.
 
-    ``auto`` takes cuDNN if JAX's default devices are NVIDIA GPUs, values have 16 bits,
-    and heads at most 128 features, in multiples of 8.
+    ``auto`` takes cuDNN if values have 16 bits, ``head_dim`` is a multiple of 8 and at
+    most 128, and JAX's default devices are NVIDIA GPUs of compute capability 8.0 and
+    more (Ampere).
 
     Raises:
       ValueError: as :func:`check_attention_kernel`, and if cuDNN is asked for where
-        JAX's default devices are no NVIDIA GPUs.
+        JAX's default devices cannot run it.
     """
     check_attention_kernel(kernel, dtype, head_dim)
-    if kernel == "cudnn" and not platform.runs_on_cuda():
+    if kernel == "xla" or not _fits(dtype, head_dim):
+        return "xla"
+    if (platform.cuda_capability() or (0, 0)) >= _LEAST_CAPABILITY:
+        return "cudnn"
+    if kernel == "cudnn":
         raise ValueError(
-            "attention='cudnn' needs NVIDIA GPUs, and JAX's default devices are "
-            f"{jax.default_backend()}. Take 'auto', which falls back to 'xla'."
+            "attention='cudnn' needs NVIDIA GPUs of compute capability 8.0 (Ampere) "
+            f"and more; JAX's default devices are {jax.local_devices()[0].device_kind}."
+            " Take 'auto', which falls back to 'xla'."
         )
-    if kernel != "auto":
-        return kernel
-    usable = _fits(dtype, head_dim, _HEAD_DIM_EVERYWHERE) and platform.runs_on_cuda()
-    return "cudnn" if usable else "xla"
+    return "xla"
 
 
 def attend(
@@ -108,9 +112,9 @@ def _with_one_more_token(x: AnyFloat) -> AnyFloat:
     return jnp.pad(x, ((0, 0), (0, 1), (0, 0), (0, 0)))
 
 
-def _fits(dtype, head_dim: int, longest: int) -> bool:
+def _fits(dtype, head_dim: int) -> bool:
     return (
         jnp.dtype(dtype).name in _CUDNN_DTYPES
         and head_dim % 8 == 0
-        and head_dim <= longest
+        and head_dim <= _LONGEST_HEAD
     )

@@ -13,30 +13,37 @@ from tests import modules
 BATCH, LENGTH, HEADS, KV_HEADS, DIM = 2, 37, 4, 2, 64
 
 
-def on_gpu(cuda: bool, monkeypatch):
-    monkeypatch.setattr(platform, "runs_on_cuda", lambda: cuda)
+A100, H100, T4, CPU = (8, 0), (9, 0), (7, 5), None
+
+
+def on(capability, monkeypatch):
+    monkeypatch.setattr(platform, "cuda_capability", lambda: capability)
 
 
 @pytest.mark.parametrize(
-    ("dtype", "head_dim", "cuda", "chosen"),
+    ("dtype", "head_dim", "device", "chosen"),
     [
-        ("bfloat16", 64, True, "cudnn"),
-        ("float16", 128, True, "cudnn"),
-        ("bfloat16", 64, False, "xla"),
-        ("float32", 64, True, "xla"),
-        ("bfloat16", 60, True, "xla"),
-        ("bfloat16", 256, True, "xla"),  # not on every GPU
+        ("bfloat16", 64, A100, "cudnn"),
+        ("float16", 128, A100, "cudnn"),
+        ("bfloat16", 128, H100, "cudnn"),
+        ("bfloat16", 136, H100, "xla"),
+        ("bfloat16", 64, T4, "xla"),
+        ("bfloat16", 64, CPU, "xla"),
+        ("float32", 64, A100, "xla"),
+        ("bfloat16", 60, A100, "xla"),
     ],
 )
-def test_auto_takes_what_every_gpu_can_do(dtype, head_dim, cuda, chosen, monkeypatch):
-    on_gpu(cuda, monkeypatch)
+def test_auto_takes_what_the_device_can_do(
+    dtype, head_dim, device, chosen, monkeypatch
+):
+    on(device, monkeypatch)
     assert attention_kernel.choose_implementation("auto", dtype, head_dim) == chosen
 
 
 @pytest.mark.parametrize("kernel", ["xla", "cudnn"])
 def test_what_is_asked_for_is_taken(kernel, monkeypatch):
-    on_gpu(True, monkeypatch)
-    found = attention_kernel.choose_implementation(kernel, "bfloat16", 256)
+    on(H100, monkeypatch)
+    found = attention_kernel.choose_implementation(kernel, "bfloat16", 128)
     assert found == kernel
 
 
@@ -45,7 +52,7 @@ def test_what_is_asked_for_is_taken(kernel, monkeypatch):
     [
         ({"attention": "cudnn"}, "float32"),
         ({"attention": "cudnn", "dtype": "bfloat16", "head_dim": 36}, "and 36"),
-        ({"attention": "cudnn", "dtype": "bfloat16", "head_dim": 264}, "and 264"),
+        ({"attention": "cudnn", "dtype": "bfloat16", "head_dim": 136}, "and 136"),
     ],
 )
 def test_a_config_refuses_what_no_device_computes(fields, said):
@@ -53,8 +60,9 @@ def test_a_config_refuses_what_no_device_computes(fields, said):
         DecoderConfig(**fields)
 
 
-def test_cudnn_without_a_gpu_is_refused_when_called(monkeypatch):
-    on_gpu(False, monkeypatch)
+@pytest.mark.parametrize("device", [T4, CPU])
+def test_cudnn_without_such_a_gpu_is_refused_when_called(device, monkeypatch):
+    on(device, monkeypatch)
     build = lambda: Attention(  # noqa: E731
         32,
         num_heads=4,
@@ -100,7 +108,7 @@ def tolerance(value) -> float:
 
 @pytest.fixture(params=["xla", "cudnn"])
 def kernel(request):
-    if request.param == "cudnn" and not platform.runs_on_cuda():
+    if request.param == "cudnn" and platform.cuda_capability() is None:
         pytest.skip("needs an NVIDIA GPU (and JAX_PLATFORMS that names cuda)")
     return request.param
 
