@@ -38,17 +38,17 @@ NVLINK_SECTIONS = (
     ("Stages of a sum over NVLink", "bench_nvlink", "nvlink-stages",
      "The same: what a sum in 4 bits, rotated, with the residual in one byte, is made "
      "of, each stage alone, beside the exact sum. A stage is timed in a chain of "
-     "calls that each need the one before, and what ties them together counts: stages "
-     "take longer here than in a sum, the small ones several times as long. The "
-     "bandwidth is the bytes that a rank sends over the time."),
+     "calls that each need the one before, and what ties them together counts: all "
+     "stages of a message together take longer than its sum. The bandwidth is the "
+     "bytes that a rank sends over the time."),
     ("A decoder over NVLink", "bench_nvlink", "nvlink-model",
      "Two H200s of one host, random weights, the default `min_bytes`, residuals in one "
      "byte a value, sums of 64 MiB, attention by cuDNN; others' traffic as above. "
      "*Echo*: 4 bits at every call; *echo edges*: 8 in the first two layers and the "
      "last; *echo one shot*: 4 bits in one exchange. Over idle links nothing is "
-     "gained. The more others take, the sooner the first token comes; a training step "
-     "gains little even then, for XLA computes gradients of weights while the exact "
-     "backward sums travel."),
+     "gained, and 8 bits cost more than they save. The more others take, the more is "
+     "gained for the first token; what a training step gains even then is less than "
+     "its rounds differ by."),
 )  # fmt: skip
 SLOW_SECTIONS = (
     ("Sums over a slow network", "bench_network", "network",

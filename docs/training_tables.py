@@ -28,17 +28,18 @@ SECTIONS = (
      "`echo-jax prepare` wrote, and `--work`."),
     ("Training a deep decoder", "train_parity", "train-parity-deep",
      "The same with 32 layers, 36 M parameters and a schedule of 100 M tokens, by "
-     "`--layers 32 --width 256 --tokens 100000000`: without feedback errors add up "
-     "over the layers, so 3 bits with it are nearer to exact sums than 4 bits without "
-     "it. The runs of 4 bits did not reach the end."),
+     "`--layers 32 --width 256 --tokens 100000000`, with cuDNN's attention: here 3 "
+     "bits with feedback are nearer to exact sums than 4 bits without it, at every "
+     "point that both have. The runs of 4 bits did not reach the end."),
     ("Devices and simulated ranks", "device_training", "device-training",
      "Two ranks, 50 steps, at most so many percent between the losses of a step: ranks "
      "on devices of their own against ranks simulated on one, and, as a scale, exact "
      "sums against the same simulated run. For exact sums that is one program run "
      "twice. *Differing*: of the parameters that all ranks hold, those of which any "
      "bit differs between ranks at the end. With both values of `--dtype`; on the GPUs "
-     "with `XLA_FLAGS=--xla_gpu_deterministic_ops=true`, on the CPU with `--ranks 2 "
-     "--layers 2 --width 128 --batch-size 2 --length 64`."),
+     "with `XLA_FLAGS=--xla_gpu_deterministic_ops=true`, on the CPU with "
+     "`XLA_FLAGS=--xla_force_host_platform_device_count=2` and `--ranks 2 --layers 2 "
+     "--width 128 --batch-size 2 --length 64`."),
 )  # fmt: skip
 
 

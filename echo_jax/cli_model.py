@@ -13,6 +13,7 @@ from rich.console import Console
 
 from echo_jax.config import EchoConfig
 from echo_jax.devices import Device, tensor_mesh, use_compilation_cache
+from echo_jax.layers.attention_kernel import AttentionChoice
 from echo_jax.models.loading import LoadedModel, load, read_checkpoint
 from echo_jax.plan import DepthPlan
 
@@ -29,6 +30,8 @@ class ModelOptions:
     """cpu simulates as many devices as there are ranks; default takes JAX's own."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Dtype of parameters and computation; default the checkpoint's."""
+    attention: AttentionChoice = "auto"
+    """What computes the attention; auto takes cuDNN where it can run, else XLA."""
     compilation_cache: pathlib.Path | None = None
     """Folder that keeps compiled programs, so that the next run starts at once."""
 
@@ -62,6 +65,7 @@ class ModelOptions:
                 self.model,
                 mesh,
                 dtype=self.dtype,
+                attention=self.attention,
                 simulate=simulate_ranks,
                 progress=advance,
             )

@@ -31,11 +31,16 @@ def expects_gpu() -> bool:
 
 
 def cuda_capability() -> tuple[int, int] | None:
-    """Compute capability of JAX's default devices; starts its backends.
+    """Compute capability of what the program being traced will run on; starts backends.
 
-    None if they are no NVIDIA GPUs.
+    That is the mesh of the surrounding ``shard_map``, or else JAX's default devices.
+    None for anything but NVIDIA GPUs that are here.
     """
     if not expects_gpu() or jax.default_backend() != "gpu":
         return None
-    major, minor = jax.local_devices()[0].compute_capability.split(".")
+    here = jax.local_devices()[0]
+    wanted = jax.sharding.get_abstract_mesh().abstract_device
+    if wanted is not None and wanted.device_kind != here.device_kind:
+        return None
+    major, minor = here.compute_capability.split(".")
     return int(major), int(minor)

@@ -15,6 +15,7 @@ from typing import Any, BinaryIO
 
 import jax
 
+_PROVENANCE = ("device", "versions", "commit", "date")
 _PACKAGES = ("echo_jax", "jax", "jaxlib", "flax", "optax", "numpy")
 
 
@@ -102,7 +103,7 @@ def read_records(path: pathlib.Path) -> list[dict[str, Any]]:
 
 
 def origin_of(path: pathlib.Path) -> dict[str, Any]:
-    """Provenance of the last record of a file.
+    """Provenance of a file's last record: of a run, where and as what it ended.
 
     Raises:
       OSError: if the file cannot be read.
@@ -110,8 +111,10 @@ def origin_of(path: pathlib.Path) -> dict[str, Any]:
     """
     records = read_records(path)
     if not records:
-        raise ValueError(f"{path} has no record.")
-    return {name: records[-1].get(name) for name in provenance()}
+        raise ValueError(
+            f"{path} has no record: give the file of a run that wrote some."
+        )
+    return {name: records[-1].get(name) for name in _PROVENANCE}
 
 
 def _spelled(config: Any) -> Any:

@@ -31,6 +31,7 @@ from echo_jax import benchmark
 from echo_jax.benchmark import Case
 from echo_jax.benchmark_model import random_model
 from echo_jax.devices import use_cpu_devices
+from echo_jax.layers.attention_kernel import AttentionChoice
 from echo_jax.models import DecoderConfig
 from echo_jax.models.timing import Times
 from echo_jax.records import Record, RecordWriter
@@ -59,6 +60,7 @@ class Settings:
     model_width: int = 4096  # of the decoder
     model_layers: int = 8
     model_lengths: tuple[int, ...] = (2048, 8192)  # tokens in a sequence
+    attention: AttentionChoice = "auto"  # of the decoder
     out: pathlib.Path = RESULTS
     tiny: bool = False  # small messages and model on eight CPU devices
 
@@ -225,7 +227,7 @@ def time_stages(run: Run) -> None:
             )
 
 
-def decoder(settings: Settings) -> DecoderConfig:
+def decoder(settings: Settings, param_dtype: str) -> DecoderConfig:
     width = settings.model_width
     return DecoderConfig(
         vocab_size=32_000 if not settings.tiny else 256,
@@ -236,7 +238,9 @@ def decoder(settings: Settings) -> DecoderConfig:
         head_dim=128 if width >= 1024 else width // 8,
         mlp_width=width * 11 // 4 // 64 * 64,
         dtype="bfloat16",
+        param_dtype=param_dtype,
         remat="save_sums",
+        attention=settings.attention,
     )
 
 
@@ -254,35 +258,39 @@ def plans() -> dict[str, echo.DepthPlan]:
 
 def time_model(run: Run) -> None:
     """Time to first token, and of a training step, by plan and length."""
-    config = decoder(run.settings)
-    model = random_model(config, run.mesh)
+    # Served as a checkpoint is, and trained with a master copy of the parameters.
+    config = decoder(run.settings, "bfloat16")
+    served = random_model(config, run.mesh)
+    trained = random_model(decoder(run.settings, "float32"), run.mesh)
     for length in run.settings.model_lengths:
         tokens = jnp.asarray(
             np.random.default_rng(0).integers(0, config.vocab_size, (1, length + 1))
         )
         calls = {}
         for name, plan in plans().items():
-            calls["ttft", name] = (model.first_token(plan), tokens[:, :-1])
-            calls["step", name] = (model.training_step(plan), tokens)
-        for call, batch in calls.values():
+            first_token = served.first_token(plan)
+            calls["ttft", name] = (first_token, served.params, tokens[:, :-1])
+            step = trained.training_step(plan)
+            calls["step", name] = (step, trained.params, tokens)
+        for call, *arguments in calls.values():
             if run.clock.over():
                 return
-            jax.block_until_ready(call(model.params, batch))  # compiles
+            jax.block_until_ready(call(*arguments))  # compiles
         for share in (0.0, *run.settings.background):
             if run.clock.over():
                 return
             found = {}
             with run.beside(share) as entries:
-                for key, (call, batch) in calls.items():
-                    found[key] = _time(call, model.params, batch, run.settings)
-            write_model(run, model.num_parameters, length, entries, found)
+                for key, (call, *arguments) in calls.items():
+                    found[key] = _time(call, arguments, run.settings)
+            write_model(run, served.num_parameters, length, entries, found)
 
 
-def _time(call, params, batch, settings: Settings) -> Times:
+def _time(call, arguments, settings: Settings) -> Times:
     times = []
     for _ in range(settings.repetitions):
         start = time.perf_counter()
-        jax.block_until_ready(call(params, batch))
+        jax.block_until_ready(call(*arguments))
         times.append(time.perf_counter() - start)
     return Times.of(times)
 
@@ -297,6 +305,7 @@ def write_model(run: Run, parameters: int, length: int, entries: dict, found: di
             flush=True,
         )
         config = {**entries, "plan": name, "parameters": parameters, "length": length}
+        config["attention"] = run.settings.attention
         common = {"experiment": "bench_nvlink", "config": config}
         run.writer.write(
             Record(

@@ -7,7 +7,7 @@ simulated run with exact sums as a scale, and how many of the parameters that ev
 holds differ between ranks in any bit. These must be none; the losses need not agree: a
 sum that differs in its last bit can fall to another code, and training widens what
 differs. For the variant ``exact`` the scale is the distance of two runs of one program:
-zero on a CPU, but not on a GPU, which adds in no fixed order unless XLA_FLAGS has
+zero on a CPU; a GPU may add in another order each time, unless XLA_FLAGS has
 --xla_gpu_deterministic_ops=true.
 
     python experiments/device_training.py            # all devices of one host
@@ -25,6 +25,7 @@ import tyro
 
 from echo_jax.config import Backend
 from echo_jax.devices import use_cpu_devices
+from echo_jax.layers.attention_kernel import AttentionChoice
 from echo_jax.models import DecoderConfig
 from echo_jax.records import Record, RecordWriter
 from echo_jax.training import (
@@ -55,6 +56,7 @@ class Settings:
     learning_rate: float = 1e-3  # at much higher ones any rounding parts two runs
     dtype: str = "bfloat16"  # of computation and partial sums
     backend: Backend = "auto"
+    attention: AttentionChoice = "auto"
     seed: int = 0
     out: pathlib.Path = RESULTS
     tiny: bool = False  # one small layer, two steps
@@ -70,6 +72,7 @@ class Settings:
                 head_dim=self.width // 8,
                 mlp_width=3 * self.width,
                 dtype=self.dtype,
+                attention=self.attention,
             ),
             data=DataConfig(
                 batch_size=self.batch_size, length=self.length, heldout_batches=1

@@ -26,6 +26,7 @@ import tyro
 
 from echo_jax.config import Backend
 from echo_jax.devices import use_compilation_cache, use_cpu_devices
+from echo_jax.layers.attention_kernel import AttentionChoice
 from echo_jax.models import DecoderConfig
 from echo_jax.records import Record, RecordWriter, origin_of
 from echo_jax.training import (
@@ -81,6 +82,7 @@ class Settings:
     steps_per_call: int = 20  # on the device, before it reports
     learning_rate: float = 2e-3
     backend: Backend = "auto"
+    attention: AttentionChoice = "auto"
     seed: int = 0
     out: pathlib.Path = RESULTS
     summarize: bool = False  # train nothing, write what there is
@@ -128,6 +130,7 @@ class Settings:
                 head_dim=self.width // 8,
                 mlp_width=3 * self.width,
                 dtype="bfloat16",
+                attention=self.attention,
             ),
             data=DataConfig(
                 path=self.data,
@@ -201,8 +204,13 @@ def summarize(settings: Settings) -> None:
         raise SystemExit(f"{settings.work} holds no exact run to compare with")
     vocab_size = Manifest.load(settings.data).vocab_size
     for name in settings.variants:
+        if not heldout(settings, name):
+            print(f"{name:13} has not come to its first held-out loss")
+            continue
         # Runs may have been made elsewhere, on a machine with GPUs.
-        origin = origin_of(settings.work / name / "metrics.jsonl")
+        # A run of a few steps has no records.
+        path = settings.work / name / "metrics.jsonl"
+        origin = origin_of(path) if path.exists() else None
         writer = RecordWriter(settings.out, origin=origin)
         write_curves(settings, writer, name, vocab_size)
         measured = heldout(settings, name)
@@ -266,6 +274,7 @@ def write(settings, writer, name: str, step: int, vocab_size: int, figure) -> No
                 "length": settings.length,
                 "vocab_size": vocab_size,
                 "backend": settings.backend,
+                "attention": settings.attention,
                 "learning_rate": settings.learning_rate,
             },
         )

@@ -6,9 +6,10 @@ from jaxtyping import Array, Int
 
 from echo_jax.config import EchoConfig
 from echo_jax.layers.attention_kernel import (
-    AttentionKernel,
+    AttentionChoice,
     attend,
-    check_attention_kernel,
+    attend_masked,
+    check_choice,
 )
 from echo_jax.layers.cache import KVCache, read_layer, write_layer
 from echo_jax.layers.dense import ColumnParallelDense, RowParallelDense, default_init
@@ -37,19 +38,17 @@ class Attention(nnx.Module):
         training; None for not at all.
       qk_norm_epsilon: epsilon of an RMSNorm of each query and key head before the
         rotary embedding; None for no such norm.
-      kernel: what computes the attention: ``"xla"`` the operations of XLA, whose
-        memory grows with the square of the length; ``"cudnn"`` cuDNN's flash attention
-        on NVIDIA GPUs; ``"auto"`` the latter where the device, the dtype and
-        ``head_dim`` allow it. Set ``"xla"`` for a mesh of other devices than JAX's
-        default ones.
+      attention: what computes it: ``"xla"`` the operations of XLA, whose memory grows
+        with the square of the length; ``"cudnn"`` cuDNN's flash attention on NVIDIA
+        GPUs; ``"auto"`` the latter where device, dtype and ``head_dim`` allow it.
       out_init: initializer of the output projection.
       dtype: of the computation.
       param_dtype: of the parameters.
       rngs: random keys.
 
     Raises:
-      ValueError: if ``kernel="cudnn"`` is asked for with a dtype or a ``head_dim`` that
-        it does not take or, when called, without an NVIDIA GPU.
+      ValueError: if ``attention="cudnn"`` is asked for with a dtype or a ``head_dim``
+        that it is not used for or, when called, on other devices than NVIDIA GPUs.
 
     Source: Ainslie et al., "GQA: Training Generalized Multi-Query Transformer Models
     from Multi-Head Checkpoints", 2023.
@@ -66,14 +65,14 @@ class Attention(nnx.Module):
         rope_theta: float = 10_000.0,
         rope_scaling: RopeScaling | None = None,
         qk_norm_epsilon: float | None = None,
-        kernel: AttentionKernel = "auto",
+        attention: AttentionChoice = "auto",
         out_init: Initializer = default_init,
         dtype=jnp.float32,
         param_dtype=jnp.float32,
         rngs: nnx.Rngs,
     ):
         """See the class."""
-        check_attention_kernel(kernel, dtype, head_dim)
+        check_choice(attention, dtype, head_dim)
         kinds = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         kinds["axis_name"] = axis_name
         heads, kv_heads = num_heads * head_dim, num_kv_heads * head_dim
@@ -88,7 +87,7 @@ class Attention(nnx.Module):
             self.key_norm = RMSNorm(head_dim, epsilon=qk_norm_epsilon, **kinds)
         self.head_dim, self.rope_theta = head_dim, rope_theta
         self.rope_scaling = rope_scaling
-        self.kernel: AttentionKernel = kernel
+        self.attention: AttentionChoice = attention
 
     def __call__(
         self,
@@ -132,8 +131,8 @@ class Attention(nnx.Module):
         query, key, value = self._project(x, cache.positions(x.shape[1]))
         cache = write_layer(cache, layer, key, value)
         keys, values = read_layer(cache, layer)
-        mask = cache.mask(x.shape[1])[:, None]
-        mixed = attend(query, keys, values, kernel=self.kernel, mask=mask)
+        mask = cache.mask(x.shape[1])
+        mixed = attend_masked(query, keys, values, mask, choice=self.attention)
         mixed = mixed.reshape(*mixed.shape[:2], -1)
         y, residual = self.out(mixed, residual, config=config, add_to=add_to)
         return y, residual, cache
@@ -141,7 +140,7 @@ class Attention(nnx.Module):
     def _mix(self, x: AnyFloat) -> AnyFloat:
         """The concatenated outputs of this rank's heads."""
         query, key, value = self._project(x, jnp.arange(x.shape[1]))
-        mixed = attend(query, key, value, kernel=self.kernel)
+        mixed = attend(query, key, value, choice=self.attention)
         return mixed.reshape(*mixed.shape[:2], -1)
 
     def _project(

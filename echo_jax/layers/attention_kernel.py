@@ -1,5 +1,6 @@
-"""Which kernel computes the attention of a layer."""
+"""What computes the attention of a layer: XLA's operations or cuDNN's kernels."""
 
+import functools
 from typing import Literal, get_args
 
 import jax
@@ -10,27 +11,28 @@ from echo_jax import platform
 from echo_jax.typing import AnyFloat
 
 # What may be asked for, and what ``jax.nn.dot_product_attention`` is then told.
-AttentionKernel = Literal["auto", "xla", "cudnn"]
+AttentionChoice = Literal["auto", "xla", "cudnn"]
 Implementation = Literal["xla", "cudnn"]
 
 _CUDNN_DTYPES = ("bfloat16", "float16")
-# What every GPU does that runs cuDNN's kernels; Hopper would take longer heads.
+# What every GPU can do that runs cuDNN's kernels. Hopper takes longer heads, but these
+# have not been tried.
 _LONGEST_HEAD = 128
 _LEAST_CAPABILITY = (8, 0)
 
 
-def check_attention_kernel(kernel: AttentionKernel, dtype, head_dim: int) -> None:
-    """Refuses what can be computed on no device.
+def check_choice(choice: AttentionChoice, dtype, head_dim: int) -> None:
+    """Refuses a choice that is wrong on every device.
 
     Raises:
-      ValueError: for an unknown kernel, or if cuDNN is asked for with a dtype or a head
-        that it does not take.
+      ValueError: for an unknown choice, or if cuDNN is asked for with a dtype or a head
+        that it is not used for.
     """
-    if kernel not in get_args(AttentionKernel):
+    if choice not in get_args(AttentionChoice):
         raise ValueError(
-            f"attention={kernel!r} must be one of {get_args(AttentionKernel)}."
+            f"attention={choice!r} must be one of {get_args(AttentionChoice)}."
         )
-    if kernel == "cudnn" and not _fits(dtype, head_dim):
+    if choice == "cudnn" and not _fits(dtype, head_dim):
         raise ValueError(
             f"attention='cudnn' takes dtypes {_CUDNN_DTYPES} and a head_dim that is a "
             f"multiple of 8, at most {_LONGEST_HEAD}; got {jnp.dtype(dtype).name} and "
@@ -39,48 +41,43 @@ def check_attention_kernel(kernel: AttentionKernel, dtype, head_dim: int) -> Non
 
 
 def choose_implementation(
-    kernel: AttentionKernel, dtype, head_dim: int
+    choice: AttentionChoice, dtype, head_dim: int
 ) -> Implementation:
     """cuDNN's flash attention where ``auto`` may take it, else XLA's operations.
 
     ``auto`` takes cuDNN if values have 16 bits, ``head_dim`` is a multiple of 8 and at
-    most 128, and JAX's default devices are NVIDIA GPUs of compute capability 8.0 and
-    more (Ampere).
+    most 128, and the program is traced for NVIDIA GPUs of compute capability 8.0 and
+    more (Ampere) that are here: a program that is compiled ahead of time for others
+    has XLA's operations.
 
     Raises:
-      ValueError: as :func:`check_attention_kernel`, and if cuDNN is asked for where
-        JAX's default devices cannot run it.
+      ValueError: as :func:`check_choice`, and if cuDNN is asked for where it cannot
+        run.
     """
-    check_attention_kernel(kernel, dtype, head_dim)
-    if kernel == "xla" or not _fits(dtype, head_dim):
+    check_choice(choice, dtype, head_dim)
+    if choice == "xla" or not _fits(dtype, head_dim):
         return "xla"
     if (platform.cuda_capability() or (0, 0)) >= _LEAST_CAPABILITY:
         return "cudnn"
-    if kernel == "cudnn":
+    if choice == "cudnn":
         raise ValueError(
             "attention='cudnn' needs NVIDIA GPUs of compute capability 8.0 (Ampere) "
-            f"and more; JAX's default devices are {jax.local_devices()[0].device_kind}."
-            " Take 'auto', which falls back to 'xla'."
+            f"and more; JAX's default devices are {jax.local_devices()[0].device_kind},"
+            " and the mesh may have others. Take 'auto', which falls back to 'xla'."
         )
     return "xla"
 
 
 def attend(
-    query: AnyFloat,
-    key: AnyFloat,
-    value: AnyFloat,
-    *,
-    kernel: AttentionKernel,
-    mask: Bool[Array, "batch 1 length slots"] | None = None,
+    query: AnyFloat, key: AnyFloat, value: AnyFloat, *, choice: AttentionChoice
 ) -> AnyFloat:
-    """Softmax attention of ``(batch, length, heads, head_dim)`` queries.
+    """Causal softmax attention of ``(batch, length, heads, head_dim)`` queries.
 
     Args:
       query: of this rank's heads.
-      key: ``(batch, slots, kv_heads, head_dim)``; ``kv_heads`` divides ``heads``.
+      key: ``(batch, length, kv_heads, head_dim)``; ``kv_heads`` divides ``heads``.
       value: as ``key``.
-      kernel: what computes it. A single token after a cache is left to XLA.
-      mask: the slots that each query attends to; None for itself and those before.
+      choice: what computes it.
 
     Returns:
       The mixed values, shaped and typed as ``query``.
@@ -88,24 +85,74 @@ def attend(
     Raises:
       ValueError: as :func:`choose_implementation`.
     """
-    implementation = choose_implementation(kernel, query.dtype, query.shape[-1])
+    implementation = choose_implementation(choice, query.dtype, query.shape[-1])
     length = query.shape[1]
-    if mask is not None and length == 1:
-        implementation = (
-            "xla"  # one token after the cache: nothing to keep out of memory
-        )
-    if implementation == "cudnn" and mask is None and length % 2:
-        # cuDNN's gradients need an even length; no token attends to one after it.
+    if implementation == "cudnn" and length % 2:
+        # JAX refuses cuDNN's gradients of odd lengths. Nothing attends to what follows.
         query, key, value = map(_with_one_more_token, (query, key, value))
     mixed = jax.nn.dot_product_attention(
-        query,
-        key,
-        value,
-        mask=mask,
-        is_causal=mask is None,
-        implementation=implementation,
+        query, key, value, is_causal=True, implementation=implementation
     )
     return mixed[:, :length]
+
+
+def attend_masked(
+    query: AnyFloat,
+    key: AnyFloat,
+    value: AnyFloat,
+    mask: Bool[Array, "batch length slots"],
+    *,
+    choice: AttentionChoice,
+) -> AnyFloat:
+    """As :func:`attend`, to the slots that a mask allows; no gradients.
+
+    A single token is left to XLA: its scores are few. cuDNN holds the mask in 16 bits,
+    for all heads together.
+
+    Args:
+      query: ``(batch, length, heads, head_dim)``, of this rank's heads.
+      key: ``(batch, slots, kv_heads, head_dim)``.
+      value: as ``key``.
+      mask: the slots that each query attends to.
+      choice: what computes it.
+
+    Returns:
+      The mixed values, shaped and typed as ``query``; something finite for a query that
+      may attend to nothing.
+
+    Raises:
+      ValueError: as :func:`choose_implementation`.
+    """
+    implementation = choose_implementation(choice, query.dtype, query.shape[-1])
+    if query.shape[1] == 1:
+        implementation = "xla"
+    return _masked(implementation)(query, key, value, mask)
+
+
+@functools.cache
+def _masked(implementation: Implementation):
+    """Masked attention under ``vmap`` as one call with a larger batch.
+
+    JAX's own rule for cuDNN takes a mask of one head for a mask of all heads.
+    """
+
+    @jax.custom_batching.custom_vmap
+    def masked(query, key, value, mask):
+        return jax.nn.dot_product_attention(
+            query, key, value, mask=mask[:, None], implementation=implementation
+        )
+
+    @masked.def_vmap
+    def _(axis_size, in_batched, *args):
+        def fold(x, is_batched):
+            if not is_batched:
+                x = jnp.broadcast_to(x, (axis_size, *x.shape))
+            return x.reshape(-1, *x.shape[2:])
+
+        mixed = masked(*map(fold, args, in_batched))
+        return mixed.reshape(axis_size, -1, *mixed.shape[1:]), True
+
+    return masked
 
 
 def _with_one_more_token(x: AnyFloat) -> AnyFloat:

@@ -6,7 +6,7 @@ from typing import Literal
 
 import tyro
 
-from echo_jax.layers.attention_kernel import AttentionKernel, check_attention_kernel
+from echo_jax.layers.attention_kernel import AttentionChoice, check_choice
 from echo_jax.layers.partitioning import check_divides
 from echo_jax.layers.rope import RopeScaling
 
@@ -20,7 +20,9 @@ class DecoderConfig:
     """A pre-norm decoder of the Llama family; with ``qk_norm`` one of Qwen3's.
 
     Raises:
-      ValueError: if a size is not positive or sizes do not fit each other.
+      ValueError: if a size is not positive, sizes do not fit each other, or
+        ``attention="cudnn"`` is asked for with a dtype or a head that it is not used
+        for.
     """
 
     vocab_size: int = 256  # token ids; 256 reads bytes
@@ -41,9 +43,9 @@ class DecoderConfig:
     vocab_multiple: int = 64
     dtype: str = "float32"  # of the computation, and so of the partial sums
     param_dtype: str = "float32"  # of the parameters
-    # What computes the attention: XLA's operations, cuDNN's flash attention, or the
-    # latter where device, dtype and head_dim allow it.
-    attention: AttentionKernel = "auto"
+    # What computes the attention: cuDNN's flash attention where device, dtype and
+    # head_dim allow it, else XLA's operations; or one of these always.
+    attention: AttentionChoice = "auto"
     # What the backward pass recomputes: nothing; each layer, its first sum included; or
     # (the one to use where memory is short) each layer except its sums, so that no
     # collective runs twice.
@@ -80,7 +82,7 @@ class DecoderConfig:
                 raise ValueError(
                     f"{name}={getattr(self, name)!r} must be one of {_DTYPES}."
                 )
-        check_attention_kernel(self.attention, self.dtype, self.head_dim)
+        check_choice(self.attention, self.dtype, self.head_dim)
         if self.remat not in ("none", "layer", "save_sums"):
             raise ValueError(
                 f"remat={self.remat!r} must be 'none', 'layer' or 'save_sums'."

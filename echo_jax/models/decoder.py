@@ -76,7 +76,7 @@ class DecoderLayer(nnx.Module):
             rope_theta=config.rope_theta,
             rope_scaling=config.rope_scaling,
             qk_norm_epsilon=epsilon if config.qk_norm else None,
-            kernel=config.attention,
+            attention=config.attention,
             out_init=out_init,
             **kinds,
         )

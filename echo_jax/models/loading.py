@@ -14,6 +14,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
+from echo_jax.layers.attention_kernel import AttentionChoice
 from echo_jax.layers.partitioning import (
     Params,
     Specs,
@@ -98,6 +99,7 @@ def load(
     *,
     axis_name: str = "tensor",
     dtype: str | None = None,
+    attention: AttentionChoice = "auto",
     simulate: int | None = None,
     trainable: bool = False,
     progress: Progress | None = None,
@@ -122,6 +124,8 @@ def load(
       axis_name: the tensor-parallel axis.
       dtype: of parameters and computation; None for the checkpoint's own (bfloat16 for
         a quantized GGUF file).
+      attention: what computes it: XLA's operations, cuDNN's flash attention, or the
+        latter where it can run (:class:`~echo_jax.layers.Attention`).
       simulate: ranks that one device plays by ``vmap``, to measure what quality costs
         where there are no more; the mesh's axis must have size 1.
       trainable: pad rather than copy key-value heads. Ranks without a head of their
@@ -152,7 +156,7 @@ def load(
             f"{mesh.shape[axis_name]}: use a mesh of one, or leave simulate out."
         )
     source, checkpoint = _open(path)
-    checkpoint = _with_dtype(checkpoint, dtype)
+    checkpoint = _computed_in(checkpoint, dtype, attention)
     _check_tensors(source, checkpoint.decoder, path)
     ranks = mesh.shape[axis_name] if simulate is None else simulate
     placement = fit_to_ranks(checkpoint.decoder, ranks, allow_copies=not trainable)
@@ -223,14 +227,17 @@ def _open(path: pathlib.Path) -> tuple[Source, Checkpoint]:
     return SafetensorsFolder(path), checkpoint
 
 
-def _with_dtype(checkpoint: Checkpoint, dtype: str | None) -> Checkpoint:
-    if dtype is None:
-        return checkpoint
-    try:
-        name = jnp.dtype(dtype).name
-    except TypeError:  # left as it is, for DecoderConfig to refuse
-        name = dtype
-    decoder = dataclasses.replace(checkpoint.decoder, dtype=name, param_dtype=name)
+def _computed_in(
+    checkpoint: Checkpoint, dtype: str | None, attention: AttentionChoice
+) -> Checkpoint:
+    changes: dict[str, Any] = {"attention": attention}
+    if dtype is not None:
+        try:
+            name = jnp.dtype(dtype).name
+        except TypeError:  # left as it is, for DecoderConfig to refuse
+            name = dtype
+        changes |= {"dtype": name, "param_dtype": name}
+    decoder = dataclasses.replace(checkpoint.decoder, **changes)
     return dataclasses.replace(checkpoint, decoder=decoder)
 
 

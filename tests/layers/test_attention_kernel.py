@@ -1,3 +1,5 @@
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -40,11 +42,31 @@ def test_auto_takes_what_the_device_can_do(
     assert attention_kernel.choose_implementation("auto", dtype, head_dim) == chosen
 
 
-@pytest.mark.parametrize("kernel", ["xla", "cudnn"])
-def test_what_is_asked_for_is_taken(kernel, monkeypatch):
+def test_a_mesh_of_cpus_beside_gpus_has_no_capability(monkeypatch):
+    """Where JAX's default devices are GPUs, a shard_map may still be over others."""
+    gpu = types.SimpleNamespace(device_kind="NVIDIA A100", compute_capability="8.0")
+    monkeypatch.setattr(platform, "expects_gpu", lambda: True)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    mesh = jax.make_mesh((1,), ("tp",), axis_types=(AxisType.Auto,))
+    monkeypatch.setattr(jax, "local_devices", lambda: [gpu])
+    found = [platform.cuda_capability()]
+
+    def trace(x):
+        found.append(platform.cuda_capability())
+        return x
+
+    spec = PartitionSpec("tp")
+    jax.eval_shape(
+        jax.shard_map(trace, mesh=mesh, in_specs=spec, out_specs=spec), jnp.ones(1)
+    )
+    assert found == [(8, 0), None]
+
+
+@pytest.mark.parametrize("choice", ["xla", "cudnn"])
+def test_what_is_asked_for_is_taken(choice, monkeypatch):
     on(H100, monkeypatch)
-    found = attention_kernel.choose_implementation(kernel, "bfloat16", 128)
-    assert found == kernel
+    found = attention_kernel.choose_implementation(choice, "bfloat16", 128)
+    assert found == choice
 
 
 @pytest.mark.parametrize(
@@ -68,7 +90,7 @@ def test_cudnn_without_such_a_gpu_is_refused_when_called(device, monkeypatch):
         num_heads=4,
         num_kv_heads=4,
         head_dim=8,
-        kernel="cudnn",
+        attention="cudnn",
         dtype=jnp.bfloat16,
         rngs=modules.rngs(),
     )
@@ -107,15 +129,16 @@ def tolerance(value) -> float:
 
 
 @pytest.fixture(params=["xla", "cudnn"])
-def kernel(request):
-    if request.param == "cudnn" and platform.cuda_capability() is None:
-        pytest.skip("needs an NVIDIA GPU (and JAX_PLATFORMS that names cuda)")
+def choice(request):
+    here = attention_kernel.choose_implementation("auto", "bfloat16", DIM)
+    if request.param == "cudnn" and here == "xla":
+        pytest.skip("needs an NVIDIA GPU, Ampere or later, that JAX_PLATFORMS allows")
     return request.param
 
 
-def test_attention_against_float64(kernel):
+def test_attention_against_float64(choice):
     query, key, value = draw(HEADS, 0), draw(KV_HEADS, 1), draw(KV_HEADS, 2)
-    got = attention_kernel.attend(query, key, value, kernel=kernel)
+    got = attention_kernel.attend(query, key, value, choice=choice)
     wanted = oracle(query, key, value, causal(LENGTH))
     assert got.dtype == jnp.bfloat16
     np.testing.assert_allclose(
@@ -123,13 +146,13 @@ def test_attention_against_float64(kernel):
     )
 
 
-def test_masked_attention_against_float64(kernel):
+def test_masked_attention_against_float64(choice):
     """Five new tokens after a cache, one sequence with slots that hold no token."""
     query, key, value = draw(HEADS, 0, 5), draw(KV_HEADS, 1), draw(KV_HEADS, 2)
     slot, last = np.arange(LENGTH), 20 + np.arange(5)[:, None]
     mask = (slot <= last) & (slot >= np.array([0, 7])[:, None, None])
-    got = attention_kernel.attend(
-        query, key, value, kernel=kernel, mask=jnp.asarray(mask[:, None])
+    got = attention_kernel.attend_masked(
+        query, key, value, jnp.asarray(mask), choice=choice
     )
     np.testing.assert_allclose(
         np.asarray(got, np.float64),
@@ -139,27 +162,27 @@ def test_masked_attention_against_float64(kernel):
     )
 
 
-def test_a_token_that_attends_to_nothing_stays_finite(kernel):
+def test_a_token_that_attends_to_nothing_stays_finite(choice):
     """One NaN in a padded token's value would reach all tokens after it."""
     query, key, value = draw(HEADS, 0, 8), draw(KV_HEADS, 1, 8), draw(KV_HEADS, 2, 8)
     mask = np.tri(8, dtype=bool) & (np.arange(8) >= 3)
-    mask = jnp.asarray(np.broadcast_to(mask, (BATCH, 1, 8, 8)))
-    got = attention_kernel.attend(query, key, value, kernel=kernel, mask=mask)
+    mask = jnp.asarray(np.broadcast_to(mask, (BATCH, 8, 8)))
+    got = attention_kernel.attend_masked(query, key, value, mask, choice=choice)
     assert bool(jnp.isfinite(got).all())
 
 
 @pytest.mark.parametrize("place", ["shard_map", "vmap"])
-def test_gradients_on_ranks_against_float32(kernel, place):
+def test_gradients_on_ranks_against_float32(choice, place):
     """Values and gradients, where the types of varying values are tracked and not."""
     query, key, value = draw(HEADS, 0), draw(KV_HEADS, 1), draw(KV_HEADS, 2)
     weight = draw(HEADS, 3)
 
-    def loss(arrays, kernel):
-        mixed = attention_kernel.attend(*arrays, kernel=kernel)
+    def loss(arrays, choice):
+        mixed = attention_kernel.attend(*arrays, choice=choice)
         return jnp.sum(mixed.astype(jnp.float32) * weight[: mixed.shape[0]])
 
     def gradient(arrays):
-        return jax.grad(loss)(arrays, kernel)
+        return jax.grad(loss)(arrays, choice)
 
     if place == "shard_map":
         mesh = jax.make_mesh((1,), ("tp",), axis_types=(AxisType.Auto,))
@@ -181,11 +204,11 @@ def test_gradients_on_ranks_against_float32(kernel, place):
         )
 
 
-def test_one_token_after_a_cache(kernel):
+def test_one_token_after_a_cache(choice):
     query, key, value = draw(HEADS, 0, 1), draw(KV_HEADS, 1), draw(KV_HEADS, 2)
     mask = np.broadcast_to(np.arange(LENGTH) < 20, (BATCH, 1, LENGTH))
-    got = attention_kernel.attend(
-        query, key, value, kernel=kernel, mask=jnp.asarray(mask[:, None])
+    got = attention_kernel.attend_masked(
+        query, key, value, jnp.asarray(mask), choice=choice
     )
     np.testing.assert_allclose(
         np.asarray(got, np.float64),
@@ -193,3 +216,27 @@ def test_one_token_after_a_cache(kernel):
         rtol=0,
         atol=tolerance(value),
     )
+
+
+@pytest.mark.parametrize("mask_differs", [False, True])
+def test_simulated_ranks_attend_as_one_rank_after_the_other(choice, mask_differs):
+    """What ``load(simulate=N)`` makes of the prefill: all ranks in one call."""
+    ranks = [
+        (draw(HEADS, n, 5), draw(KV_HEADS, n), draw(KV_HEADS, 10 + n)) for n in (1, 2)
+    ]
+    slots = np.arange(LENGTH) < np.array([20, 30])[:, None, None, None]
+    masks = jnp.asarray(np.broadcast_to(slots, (2, BATCH, 5, LENGTH)))
+
+    def attend(query, key, value, mask):
+        return attention_kernel.attend_masked(query, key, value, mask, choice=choice)
+
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *ranks)
+    if mask_differs:
+        got = jax.jit(jax.vmap(attend))(*stacked, masks)
+    else:
+        got = jax.jit(jax.vmap(attend, in_axes=(0, 0, 0, None)))(*stacked, masks[0])
+    for n, rank in enumerate(ranks):
+        wanted = attend(*rank, masks[n if mask_differs else 0])
+        np.testing.assert_allclose(
+            np.asarray(got[n], np.float32), wanted, rtol=0, atol=tolerance(rank[2])
+        )

@@ -9,7 +9,7 @@ import pytest
 import safetensors.numpy
 
 from echo_jax import models
-from echo_jax.layers import RopeScaling
+from echo_jax.layers import RopeScaling, merge_module
 from echo_jax.models.checkpoint import config_dict, read_config
 from echo_jax.models.gguf import _LAYER, _TOP, interleaved_rows
 from echo_jax.models.sources import SafetensorsFolder
@@ -138,6 +138,13 @@ def test_dtype_is_the_checkpoints_or_the_one_asked_for(tmp_path):
         bits_of(again.params["final_norm"]["scale"]),
         bits_of(model.params["final_norm"]["scale"]),
     )
+
+
+@pytest.mark.parametrize("ranks", [2, 8])  # with eight, key-value heads are copied
+def test_the_attention_asked_for_is_that_of_the_layers(ranks):
+    model = models.load(FIXTURES / "qwen3", tensor_mesh(ranks), attention="xla")
+    decoder = merge_module(model.graphdef, model.params)
+    assert model.config.attention == decoder.layers.attention.attention == "xla"
 
 
 # Configurations.
