@@ -189,9 +189,8 @@ def nvlink_model_table(records: list[dict]) -> tuple[tuple, Rows]:
     }
     rows = []
     for record in sorted(records, key=lambda r: r["metric"] != "ttft_ms"):
-        part = record["metric"].removesuffix("_ms")
-        if part in _MODEL_PARTS:
-            config = record["config"]
+        part, config = record["metric"].removesuffix("_ms"), record["config"]
+        if part in _MODEL_PARTS and not config.get("xla_flags"):
             ratio = ratios.get((f"{part}_speedup", str(config)))
             rows.append(
                 (

@@ -5,7 +5,7 @@ kinds and rotation; its codec and its exchanges, each alone; then time to first 
 and training step of a decoder of random weights. Large sums and the decoder also while
 another process takes a share of the links. Correctness is checked before anything is
 timed. The cost of a call is the median over repetitions of a chain of dependent calls,
-divided by its length.
+divided by its length. Settings of XLA and NCCL in the environment are recorded.
 
     python experiments/bench_nvlink.py                 # ten minutes at most on GPUs
     python experiments/bench_nvlink.py --tiny          # on the CPU, for CI
@@ -105,6 +105,17 @@ def cases(settings: Settings) -> list[Case]:
     return [case for case in found if case.name in wanted]
 
 
+def flags() -> str:
+    """What the environment tells XLA, and NCCL but for its multicast, which is off."""
+    of_xla = os.environ.get("XLA_FLAGS", "").split()
+    of_nccl = [
+        f"{name}={value}"
+        for name, value in sorted(os.environ.items())
+        if name.startswith("NCCL_") and name != "NCCL_NVLS_ENABLE"
+    ]
+    return " ".join(of_xla + of_nccl)
+
+
 class Clock:
     """Says when the time for new measurements is over."""
 
@@ -172,8 +183,7 @@ def write_sums(run: Run, shape, entries: dict, found: list[tuple[Case, Times]]):
     baseline = ("lax.psum bfloat16", found[0][1])
     for case, times in found:
         said = benchmark.describe(case, shape, run.mesh.size)
-        flags = os.environ.get("XLA_FLAGS", "")
-        config = {**entries, "xla_flags": flags, **said}
+        config = {**entries, "xla_flags": flags(), **said}
         for record in benchmark.sum_records("bench_nvlink", config, times, baseline):
             run.writer.write(record)
         ratio = baseline[1].median / times.median
@@ -208,7 +218,7 @@ def time_stages(run: Run) -> None:
         sent = sent_bytes(shape, run.mesh.size, config)
         for stage, seconds in found.items():
             entries = {"gpus": run.mesh.size, "message_bytes": size, "stage": stage}
-            entries["xla_flags"] = os.environ.get("XLA_FLAGS", "")
+            entries["xla_flags"] = flags()
             if stage in sent:
                 entries["bus_bytes_per_second"] = sent[stage] / seconds
             run.writer.write(
@@ -305,7 +315,7 @@ def write_model(run: Run, parameters: int, length: int, entries: dict, found: di
             flush=True,
         )
         config = {**entries, "plan": name, "parameters": parameters, "length": length}
-        config["attention"] = run.settings.attention
+        config |= {"attention": run.settings.attention, "xla_flags": flags()}
         common = {"experiment": "bench_nvlink", "config": config}
         run.writer.write(
             Record(

@@ -11,6 +11,7 @@ import echo_jax as echo
 ROOT = pathlib.Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "experiments"))
 
+import bench_nvlink  # noqa: E402
 from links import stages  # noqa: E402
 
 
@@ -24,3 +25,11 @@ def test_every_stage_is_timed_and_what_travels_is_counted():
     sent = stages.sent_bytes(shape, 2, config)
     assert sent["psum"] == 2 * 8 * 1024
     assert sent["exchange"] == sent["gather"] == 8 * 1024 // 2 // 64 * 34
+
+
+def test_a_record_says_what_the_environment_told_xla_and_nccl(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_one  --xla_two=2")
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "0")  # always so here
+    assert bench_nvlink.flags() == "--xla_one --xla_two=2"
+    monkeypatch.setenv("NCCL_PROTO", "Simple")
+    assert bench_nvlink.flags() == "--xla_one --xla_two=2 NCCL_PROTO=Simple"
