@@ -1,0 +1,43 @@
+"""Summaries of runs that have come to different points, some of them elsewhere."""
+
+import json
+import pathlib
+import sys
+import types
+
+from echo_jax.records import Record, RecordWriter, read_records
+
+ROOT = pathlib.Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "experiments"))
+
+import train_parity  # noqa: E402
+
+
+def test_a_summary_takes_runs_as_far_as_they_have_come(tmp_path, monkeypatch):
+    manifest = types.SimpleNamespace(
+        load=lambda _: types.SimpleNamespace(vocab_size=256)
+    )
+    monkeypatch.setattr(train_parity, "Manifest", manifest)
+    for name, losses in (("exact", [2.0, 2.2]), ("echo", [2.1, 2.2])):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "heldout.json").write_text(json.dumps({"20": losses}))
+    ran = tmp_path / "echo" / "metrics.jsonl"
+    config = {"variant": "echo", "step": 20}
+    RecordWriter(ran).write(
+        Record(
+            experiment="t", metric="train_loss", value=2.0, unit="nats", config=config
+        )
+    )
+    (here,) = read_records(ran)
+    ran.write_text(json.dumps({**here, "device": "1 x GPU"}) + "\n")
+    settings = train_parity.Settings(
+        data=tmp_path, work=tmp_path, out=tmp_path / "out.jsonl"
+    )
+    train_parity.summarize(settings)
+    found = {
+        (record["config"]["variant"], record["metric"]): record
+        for record in read_records(settings.out)
+    }
+    assert {variant for variant, _ in found} == {"exact", "echo"}
+    assert found["echo", "heldout_gap_percent"]["device"] == "1 x GPU"
+    assert found["exact", "heldout_loss"]["device"] == here["device"]
