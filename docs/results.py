@@ -416,7 +416,8 @@ SECTIONS = (
      "Against the exact gradient of the same trained decoder, over 8 simulated ranks."),
     ("Training", "train_seeds", "training",
      "A small decoder trained from scratch on the same text in the same order; with 12 "
-     "layers by `--num-layers 12 --seeds 0 1`, 3 bits by `--bits 3`."),
+     "layers by `--num-layers 12 --seeds 0 1` and an earlier version, 3 bits by "
+     "`--bits 3`."),
     *training_tables.SECTIONS,
     ("Harm by depth", "feedback_depth", "feedback-depth",
      "Decoders of one width. KL divergence of the logits, in nats, and held-out loss "
