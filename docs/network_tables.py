@@ -187,24 +187,22 @@ def nvlink_model_table(records: list[dict]) -> tuple[tuple, Rows]:
     ratios = {
         (record["metric"], str(record["config"])): record["value"] for record in records
     }
-    rows = []
+    rows = {}
     for record in sorted(records, key=lambda r: r["metric"] != "ttft_ms"):
         part, config = record["metric"].removesuffix("_ms"), record["config"]
         if part in _MODEL_PARTS and not config.get("xla_flags"):
             ratio = ratios.get((f"{part}_speedup", str(config)))
-            rows.append(
-                (
-                    _MODEL_PARTS[part],
-                    _level(config.get("background", 0.0)),
-                    config["plan"],
-                    f"{config['parameters'] / 1e9:.2f} B",
-                    f"{config['length']:,}",
-                    f"{record['value']:.1f}",
-                    f"{ratio:.2f}x" if ratio else "-",
-                )
+            row = (
+                _MODEL_PARTS[part],
+                _level(config.get("background", 0.0)),
+                config["plan"],
+                f"{config['parameters'] / 1e9:.2f} B",
+                f"{config['length']:,}",
             )
+            # Later measurements replace earlier ones.
+            rows[row] = (f"{record['value']:.1f}", f"{ratio:.2f}x" if ratio else "-")
     head = ("what", "links", "plan", "parameters", "tokens", "ms", "against exact")
-    return head, rows
+    return head, [(*row, *found) for row, found in rows.items()]
 
 
 def idle_table(records: list[dict]) -> tuple[tuple, Rows]:

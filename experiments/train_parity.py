@@ -204,16 +204,15 @@ def summarize(settings: Settings) -> None:
         raise SystemExit(f"{settings.work} holds no exact run to compare with")
     vocab_size = Manifest.load(settings.data).vocab_size
     for name in settings.variants:
-        if not heldout(settings, name):
+        measured = heldout(settings, name)
+        if not measured:
             print(f"{name:13} has not come to its first held-out loss")
             continue
-        # Runs may have been made elsewhere, on a machine with GPUs.
-        # A run of a few steps has no records.
+        # Runs may have been made elsewhere; those of a few steps have no records.
         path = settings.work / name / "metrics.jsonl"
         origin = origin_of(path) if path.exists() else None
         writer = RecordWriter(settings.out, origin=origin)
         write_curves(settings, writer, name, vocab_size)
-        measured = heldout(settings, name)
         for step in sorted(set(measured) & set(exact)):
             result = RunResult(variant=RUNS[name][0], heldout=measured[step])
             baseline = RunResult(variant="exact", heldout=exact[step])

@@ -11,6 +11,7 @@ ORDER = (
     "typing",
     "axes",
     "platform",
+    "batching",
     "files",
     "wire",
     "config",

@@ -15,9 +15,9 @@ from collections.abc import Callable
 from types import ModuleType
 
 import jax
-import jax.numpy as jnp
 
 from echo_jax import axes
+from echo_jax.batching import fold_vmap
 from echo_jax.kernels import xla
 
 
@@ -60,22 +60,9 @@ def _call(kernel: Callable, definition: Callable | None, *args):
         retype = functools.partial(axes.to_varying, axes=vary)
         return jax.tree.map(retype, kernel(*args))
 
-    @jax.custom_batching.custom_vmap
+    @fold_vmap
     def batched(*args):
         return jax.lax.platform_dependent(*args, cuda=typed, **elsewhere)
-
-    @batched.def_vmap
-    def _(axis_size, in_batched, *args):
-        def merge(leaf, is_batched):
-            if not is_batched:
-                leaf = jnp.broadcast_to(leaf, (axis_size, *leaf.shape))
-            return leaf.reshape(-1, *leaf.shape[2:])
-
-        out = batched(*jax.tree.map(merge, args, tuple(in_batched)))
-        out = jax.tree.map(
-            lambda leaf: leaf.reshape(axis_size, -1, *leaf.shape[1:]), out
-        )
-        return out, jax.tree.map(lambda _: True, out)
 
     one = jax.tree.map(lambda leaf: leaf[None], args)
     return jax.tree.map(lambda leaf: leaf[0], batched(*one))

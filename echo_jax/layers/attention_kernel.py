@@ -1,6 +1,5 @@
 """What computes the attention of a layer: XLA's operations or cuDNN's kernels."""
 
-import functools
 from typing import Literal, get_args
 
 import jax
@@ -8,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
 from echo_jax import platform
+from echo_jax.batching import fold_vmap
 from echo_jax.typing import AnyFloat
 
 # What may be asked for, and what ``jax.nn.dot_product_attention`` is then told.
@@ -126,33 +126,15 @@ def attend_masked(
     implementation = choose_implementation(choice, query.dtype, query.shape[-1])
     if query.shape[1] == 1:
         implementation = "xla"
-    return _masked(implementation)(query, key, value, mask)
 
-
-@functools.cache
-def _masked(implementation: Implementation):
-    """Masked attention under ``vmap`` as one call with a larger batch.
-
-    JAX's own rule for cuDNN takes a mask of one head for a mask of all heads.
-    """
-
-    @jax.custom_batching.custom_vmap
+    # JAX's own rule for cuDNN under vmap takes a mask of one head for one of all heads.
+    @fold_vmap
     def masked(query, key, value, mask):
         return jax.nn.dot_product_attention(
             query, key, value, mask=mask[:, None], implementation=implementation
         )
 
-    @masked.def_vmap
-    def _(axis_size, in_batched, *args):
-        def fold(x, is_batched):
-            if not is_batched:
-                x = jnp.broadcast_to(x, (axis_size, *x.shape))
-            return x.reshape(-1, *x.shape[2:])
-
-        mixed = masked(*map(fold, args, in_batched))
-        return mixed.reshape(axis_size, -1, *mixed.shape[1:]), True
-
-    return masked
+    return masked(query, key, value, mask)
 
 
 def _with_one_more_token(x: AnyFloat) -> AnyFloat:

@@ -13,8 +13,6 @@ from echo_jax.models import DecoderConfig
 from tests import modules
 
 BATCH, LENGTH, HEADS, KV_HEADS, DIM = 2, 37, 4, 2, 64
-
-
 A100, H100, T4, CPU = (8, 0), (9, 0), (7, 5), None
 
 
@@ -77,7 +75,7 @@ def test_what_is_asked_for_is_taken(choice, monkeypatch):
         ({"attention": "cudnn", "dtype": "bfloat16", "head_dim": 136}, "and 136"),
     ],
 )
-def test_a_config_refuses_what_no_device_computes(fields, said):
+def test_a_config_refuses_what_cudnn_is_not_used_for(fields, said):
     with pytest.raises(ValueError, match=said):
         DecoderConfig(**fields)
 
@@ -118,14 +116,15 @@ def oracle(query, key, value, mask):
     return np.einsum("bnts,bsnh->btnh", weights, value)
 
 
-def causal(length: int):
-    return np.broadcast_to(np.tri(length, dtype=bool), (BATCH, length, length))
+def check(got, query, key, value, mask):
+    """Scores, weights and the result are rounded to bfloat16, once each at most.
 
-
-# Scores and weights are rounded to bfloat16 once each at most, and so is the result:
-# relative errors of 2^-8 each, on mixtures of values that are at most the largest.
-def tolerance(value) -> float:
-    return 4 * 2.0**-8 * float(jnp.abs(value).max())
+    That is 2^-8 of each, on mixtures of values that are at most the largest.
+    """
+    wanted = oracle(query, key, value, mask)
+    atol = 4 * 2.0**-8 * float(jnp.abs(value).max())
+    assert got.dtype == jnp.bfloat16
+    np.testing.assert_allclose(np.asarray(got, np.float64), wanted, rtol=0, atol=atol)
 
 
 @pytest.fixture(params=["xla", "cudnn"])
@@ -139,11 +138,8 @@ def choice(request):
 def test_attention_against_float64(choice):
     query, key, value = draw(HEADS, 0), draw(KV_HEADS, 1), draw(KV_HEADS, 2)
     got = attention_kernel.attend(query, key, value, choice=choice)
-    wanted = oracle(query, key, value, causal(LENGTH))
-    assert got.dtype == jnp.bfloat16
-    np.testing.assert_allclose(
-        np.asarray(got, np.float64), wanted, rtol=0, atol=tolerance(value)
-    )
+    causal = np.tri(LENGTH, dtype=bool)
+    check(got, query, key, value, np.broadcast_to(causal, (BATCH, LENGTH, LENGTH)))
 
 
 def test_masked_attention_against_float64(choice):
@@ -154,12 +150,7 @@ def test_masked_attention_against_float64(choice):
     got = attention_kernel.attend_masked(
         query, key, value, jnp.asarray(mask), choice=choice
     )
-    np.testing.assert_allclose(
-        np.asarray(got, np.float64),
-        oracle(query, key, value, mask),
-        rtol=0,
-        atol=tolerance(value),
-    )
+    check(got, query, key, value, mask)
 
 
 def test_a_token_that_attends_to_nothing_stays_finite(choice):
@@ -173,35 +164,33 @@ def test_a_token_that_attends_to_nothing_stays_finite(choice):
 
 @pytest.mark.parametrize("place", ["shard_map", "vmap"])
 def test_gradients_on_ranks_against_float32(choice, place):
-    """Values and gradients, where the types of varying values are tracked and not."""
-    query, key, value = draw(HEADS, 0), draw(KV_HEADS, 1), draw(KV_HEADS, 2)
+    """Where the types of varying values are tracked, and where they are not."""
+    arrays = draw(HEADS, 0), draw(KV_HEADS, 1), draw(KV_HEADS, 2)
     weight = draw(HEADS, 3)
 
-    def loss(arrays, choice):
-        mixed = attention_kernel.attend(*arrays, choice=choice)
-        return jnp.sum(mixed.astype(jnp.float32) * weight[: mixed.shape[0]])
+    def gradient(arrays, weight, choice=choice):
+        def loss(arrays):
+            mixed = attention_kernel.attend(*arrays, choice=choice)
+            return jnp.sum(mixed.astype(jnp.float32) * weight)
 
-    def gradient(arrays):
-        return jax.grad(loss)(arrays, choice)
+        return jax.grad(loss)(arrays)
 
     if place == "shard_map":
         mesh = jax.make_mesh((1,), ("tp",), axis_types=(AxisType.Auto,))
         spec = PartitionSpec("tp")
-        ranks = jax.shard_map(gradient, mesh=mesh, in_specs=(spec,), out_specs=spec)
-        got = jax.jit(ranks)((query, key, value))
-    else:
-        cut = jax.tree.map(lambda a: a[:, None], (query, key, value))
-        weight = weight[:1]
-        got = jax.jit(jax.vmap(gradient, axis_name="tp"))(cut)
+        specs = {"in_specs": (spec, spec), "out_specs": spec}
+        got = jax.jit(jax.shard_map(gradient, mesh=mesh, **specs))(arrays, weight)
+    else:  # a sequence a rank
+        ranks = jax.tree.map(lambda a: a[:, None], (arrays, weight))
+        got = jax.jit(jax.vmap(gradient, axis_name="tp"))(*ranks)
         got = jax.tree.map(lambda a: a[:, 0], got)
-        weight = jnp.broadcast_to(weight, (BATCH, *weight.shape[1:]))
-    wide = jax.tree.map(lambda a: a.astype(jnp.float32), (query, key, value))
-    wanted = jax.grad(loss)(wide, "xla")
-    for ours, theirs in zip(got, wanted, strict=True):
-        scale = float(jnp.abs(theirs).max())
-        np.testing.assert_allclose(
-            np.asarray(ours, np.float64), theirs, rtol=0, atol=8 * 2.0**-8 * scale
-        )
+    wide = jax.tree.map(lambda a: a.astype(jnp.float32), arrays)
+    # Six arrays are rounded to bfloat16 on the way: scores, weights, the mixture, both
+    # of their gradients, the result.
+    for ours, theirs in zip(got, gradient(wide, weight, "xla"), strict=True):
+        atol = 8 * 2.0**-8 * float(jnp.abs(theirs).max())
+        ours = np.asarray(ours, np.float64)
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=atol)
 
 
 def test_one_token_after_a_cache(choice):
@@ -210,16 +199,11 @@ def test_one_token_after_a_cache(choice):
     got = attention_kernel.attend_masked(
         query, key, value, jnp.asarray(mask), choice=choice
     )
-    np.testing.assert_allclose(
-        np.asarray(got, np.float64),
-        oracle(query, key, value, mask),
-        rtol=0,
-        atol=tolerance(value),
-    )
+    check(got, query, key, value, mask)
 
 
 @pytest.mark.parametrize("mask_differs", [False, True])
-def test_simulated_ranks_attend_as_one_rank_after_the_other(choice, mask_differs):
+def test_masked_attention_of_simulated_ranks(choice, mask_differs):
     """What ``load(simulate=N)`` makes of the prefill: all ranks in one call."""
     ranks = [
         (draw(HEADS, n, 5), draw(KV_HEADS, n), draw(KV_HEADS, 10 + n)) for n in (1, 2)
@@ -236,7 +220,4 @@ def test_simulated_ranks_attend_as_one_rank_after_the_other(choice, mask_differs
     else:
         got = jax.jit(jax.vmap(attend, in_axes=(0, 0, 0, None)))(*stacked, masks[0])
     for n, rank in enumerate(ranks):
-        wanted = attend(*rank, masks[n if mask_differs else 0])
-        np.testing.assert_allclose(
-            np.asarray(got[n], np.float32), wanted, rtol=0, atol=tolerance(rank[2])
-        )
+        check(got[n], *rank, np.asarray(masks[n if mask_differs else 0]))
