@@ -21,13 +21,17 @@ NVLINK_SECTIONS = (
      "Two ranks are where few bits gain least: half of every message stays at home. "
      "As shipped, messages under 32 MiB are a psum; the other cases send every one "
      "through the codec, with the residual in one byte a value unless they say "
-     "otherwise. 2 GiB, and of 256 MiB and 1 GiB the cases *8 bits* and, in one piece, "
-     "*int4 residual* were measured with an earlier version."),
+     "otherwise. Of 256 MiB and 1 GiB the cases *8 bits* and, in one piece, *int4 "
+     "residual* were measured with an earlier version. 2 GiB, and of 64 MiB the exact "
+     "sum, *default settings* and *4 bits* and *one shot* in one piece, were measured "
+     "again on another machine of the kind. There 64 MiB were slower in 4 bits than "
+     "exact, on the first machine faster: such a sum is made of kernels of 0.1 ms and "
+     "less, and hangs on how fast the host launches them."),
     ("Sums over NVLink beside other traffic", "bench_nvlink", "nvlink-loaded",
      "The same, while another process copies between the two GPUs, both ways, and "
      "takes the stated part of what such copies reach alone; where it wants all, it "
-     "gets what the sums leave. 64 MiB beside others, and links of which all are "
-     "wanted, were measured with an earlier version."),
+     "gets what the sums leave. Of 1 GiB and 256 MiB, links of which all are wanted "
+     "were measured with an earlier version."),
     ("Sums over NVLink with flags of XLA", "bench_nvlink", "nvlink-flags",
      "The same, no other traffic, beside runs with flags in the environment variable "
      "`XLA_FLAGS`: exchanges go through the GPUs' copy engines instead of NCCL's "
@@ -43,7 +47,9 @@ NVLINK_SECTIONS = (
      "bytes that a rank sends over the time."),
     ("A decoder over NVLink", "bench_nvlink", "nvlink-model",
      "Two H200s of one host, random weights, the default `min_bytes`, residuals in one "
-     "byte a value, sums of 64 MiB, attention by cuDNN; others' traffic as above. "
+     "byte a value, attention by cuDNN; others' traffic as above. The sums of 8,192 "
+     "tokens have 64 MiB; those of 2,048 have 16 MiB, which the default leaves exact: "
+     "there all plans run the same sums, and differ by as much as rounds do. "
      "*Echo*: 4 bits at every call; *echo edges*: 8 in the first two layers and the "
      "last; *echo one shot*: 4 bits in one exchange. Over idle links nothing is "
      "gained, and 8 bits cost more than they save. The more others take, the more is "

@@ -108,10 +108,11 @@ def cases(settings: Settings) -> list[Case]:
 def flags() -> str:
     """What the environment tells XLA, and NCCL but for its multicast, which is off."""
     of_xla = os.environ.get("XLA_FLAGS", "").split()
+    known = ("NCCL_NVLS_ENABLE", "NCCL_VERSION")  # images of CUDA set the version
     of_nccl = [
         f"{name}={value}"
         for name, value in sorted(os.environ.items())
-        if name.startswith("NCCL_") and name != "NCCL_NVLS_ENABLE"
+        if name.startswith("NCCL_") and name not in known
     ]
     return " ".join(of_xla + of_nccl)
 

@@ -163,8 +163,8 @@ def train(settings: Settings, name: str, deadline: float) -> bool:
     measured = heldout(settings, name)
     if target in measured or time.time() > deadline:
         return target in measured
-    vocab_size = Manifest.load(settings.data).vocab_size
-    runs = prepare(settings.config(name, vocab_size))
+    corpus = Manifest.load(settings.data)
+    runs = prepare(settings.config(name, corpus.vocab_size))
     writer = RecordWriter(folder / "metrics.jsonl")
     run = TrainingRun(runs, RUNS[name][0], writer=writer, resume=True)
     print(f"{name}: from step {run.steps_done} to {target}", flush=True)
@@ -178,7 +178,8 @@ def train(settings: Settings, name: str, deadline: float) -> bool:
         if run.steps_done < milestone:
             break
         measured[milestone] = run.heldout_losses()
-        (folder / "heldout.json").write_text(json.dumps(measured))
+        content = {"corpus": corpus.checksum, "losses": measured}
+        (folder / "heldout.json").write_text(json.dumps(content))
         loss = sum(measured[milestone]) / len(measured[milestone])
         speed = run.result.tokens_per_second or 0
         print(
@@ -194,7 +195,10 @@ def heldout(settings: Settings, name: str) -> dict[int, list[float]]:
     path = settings.work / name / "heldout.json"
     if not path.exists():
         return {}
-    return {int(step): losses for step, losses in json.loads(path.read_text()).items()}
+    content = json.loads(path.read_text())
+    if content["corpus"] != Manifest.load(settings.data).checksum:
+        raise SystemExit(f"{path} is of another text than {settings.data}")
+    return {int(step): losses for step, losses in content["losses"].items()}
 
 
 def summarize(settings: Settings) -> None:
@@ -202,7 +206,7 @@ def summarize(settings: Settings) -> None:
     exact = heldout(settings, "exact")
     if not exact:
         raise SystemExit(f"{settings.work} holds no exact run to compare with")
-    vocab_size = Manifest.load(settings.data).vocab_size
+    corpus = Manifest.load(settings.data)
     for name in settings.variants:
         measured = heldout(settings, name)
         if not measured:
@@ -212,7 +216,7 @@ def summarize(settings: Settings) -> None:
         path = settings.work / name / "metrics.jsonl"
         origin = origin_of(path) if path.exists() else None
         writer = RecordWriter(settings.out, origin=origin)
-        write_curves(settings, writer, name, vocab_size)
+        write_curves(settings, writer, name, corpus)
         for step in sorted(set(measured) & set(exact)):
             result = RunResult(variant=RUNS[name][0], heldout=measured[step])
             baseline = RunResult(variant="exact", heldout=exact[step])
@@ -223,10 +227,10 @@ def summarize(settings: Settings) -> None:
                 figures.append(("heldout_gap_percent", gap, "%", spread, "exact"))
                 print(f"{name:13} step {step:6} gap {gap:+.3f} +- {spread:.3f} %")
             for figure in figures:
-                write(settings, writer, name, step, vocab_size, figure)
+                write(settings, writer, name, step, corpus, figure)
 
 
-def write_curves(settings: Settings, writer, name: str, vocab_size: int) -> None:
+def write_curves(settings: Settings, writer, name: str, corpus: Manifest) -> None:
     """A hundred points of the training loss, and the median speed."""
     path = settings.work / name / "metrics.jsonl"
     losses = read_curves(path, "train_loss")
@@ -234,18 +238,18 @@ def write_curves(settings: Settings, writer, name: str, vocab_size: int) -> None
         steps = [*curve][:: max(1, len(curve) // 100)]
         for step in steps:
             figure = ("train_loss", curve[step], "nats", None, None)
-            write(settings, writer, name, step, vocab_size, figure)
+            write(settings, writer, name, step, corpus, figure)
     for metric in ("tokens_per_second", "flops_per_second"):
         for curve in read_curves(path, metric).values():
             values = sorted(curve.values())
             median, last = values[len(values) // 2], max(curve)
             figure = (metric, median, "1/s", None, None)
-            write(settings, writer, name, last, vocab_size, figure)
+            write(settings, writer, name, last, corpus, figure)
 
 
-def write(settings, writer, name: str, step: int, vocab_size: int, figure) -> None:
+def write(settings, writer, name: str, step: int, corpus: Manifest, figure) -> None:
     metric, value, unit, spread, baseline = figure
-    model = settings.config(name, vocab_size).model
+    model = settings.config(name, corpus.vocab_size).model
     embedding = 0 if model.tied_embeddings else model.vocab_size * model.width
     variant, bits = RUNS[name]
     writer.write(
@@ -271,7 +275,8 @@ def write(settings, writer, name: str, step: int, vocab_size: int, figure) -> No
                 "ranks": settings.ranks,
                 "batch_tokens": settings.tokens_a_step,
                 "length": settings.length,
-                "vocab_size": vocab_size,
+                "vocab_size": corpus.vocab_size,
+                "corpus": corpus.checksum[:12],
                 "backend": settings.backend,
                 "attention": settings.attention,
                 "learning_rate": settings.learning_rate,

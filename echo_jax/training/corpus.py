@@ -43,6 +43,12 @@ class Manifest:
         text = json.dumps(dataclasses.asdict(self), indent=1) + "\n"
         (folder / MANIFEST).write_text(text)
 
+    @property
+    def checksum(self) -> str:
+        """Of everything that a batch depends on."""
+        text = "\n".join(shard.sha256 for shard in self.training + self.heldout)
+        return hashlib.sha256(text.encode()).hexdigest()
+
     def _check(self) -> None:
         """Refuses what a damaged or hand-made file may hold."""
         if self.dtype not in ("uint16", "uint32") or not _is_count(self.vocab_size):
@@ -111,9 +117,7 @@ class Corpus:
     @property
     def checksum(self) -> str:
         """Of everything that a batch depends on."""
-        shards = self.manifest.training + self.manifest.heldout
-        text = "\n".join(shard.sha256 for shard in shards)
-        return hashlib.sha256(text.encode()).hexdigest()
+        return self.manifest.checksum
 
     def check(self, sizes: DataConfig) -> None:
         """Refuses sizes of batches that the text is too short for.

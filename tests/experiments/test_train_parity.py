@@ -5,6 +5,8 @@ import pathlib
 import sys
 import types
 
+import pytest
+
 from echo_jax.records import Record, RecordWriter, read_records
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -13,14 +15,22 @@ sys.path.insert(0, str(ROOT / "experiments"))
 import train_parity  # noqa: E402
 
 
-def test_a_summary_takes_runs_as_far_as_they_have_come(tmp_path, monkeypatch):
-    manifest = types.SimpleNamespace(
-        load=lambda _: types.SimpleNamespace(vocab_size=256)
-    )
+@pytest.fixture(autouse=True)
+def _corpus(monkeypatch):
+    corpus = types.SimpleNamespace(vocab_size=256, checksum="this")
+    manifest = types.SimpleNamespace(load=lambda _: corpus)
     monkeypatch.setattr(train_parity, "Manifest", manifest)
+
+
+def write_losses(folder: pathlib.Path, losses: list[float], corpus="this"):
+    folder.mkdir()
+    content = {"corpus": corpus, "losses": {"20": losses}}
+    (folder / "heldout.json").write_text(json.dumps(content))
+
+
+def test_a_summary_takes_runs_as_far_as_they_have_come(tmp_path):
     for name, losses in (("exact", [2.0, 2.2]), ("echo", [2.1, 2.2])):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "heldout.json").write_text(json.dumps({"20": losses}))
+        write_losses(tmp_path / name, losses)
     ran = tmp_path / "echo" / "metrics.jsonl"
     config = {"variant": "echo", "step": 20}
     RecordWriter(ran).write(
@@ -41,3 +51,14 @@ def test_a_summary_takes_runs_as_far_as_they_have_come(tmp_path, monkeypatch):
     assert {variant for variant, _ in found} == {"exact", "echo"}
     assert found["echo", "heldout_gap_percent"]["device"] == "1 x GPU"
     assert found["exact", "heldout_loss"]["device"] == here["device"]
+    assert {record["config"]["corpus"] for record in found.values()} == {"this"}
+
+
+def test_runs_on_different_texts_are_not_compared(tmp_path):
+    write_losses(tmp_path / "exact", [2.0, 2.2])
+    write_losses(tmp_path / "echo", [2.1, 2.2], corpus="that")
+    settings = train_parity.Settings(
+        data=tmp_path, work=tmp_path, out=tmp_path / "out.jsonl"
+    )
+    with pytest.raises(SystemExit, match="another text"):
+        train_parity.summarize(settings)
