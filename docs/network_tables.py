@@ -30,8 +30,10 @@ NVLINK_SECTIONS = (
     ("Sums over NVLink beside other traffic", "bench_nvlink", "nvlink-loaded",
      "The same, while another process copies between the two GPUs, both ways, and "
      "takes the stated part of what such copies reach alone; where it wants all, it "
-     "gets what the sums leave. Of 1 GiB and 256 MiB, links of which all are wanted "
-     "were measured with an earlier version."),
+     "gets what the sums leave. 64 MiB was measured with an earlier version, but for "
+     "the exact sum, *default settings*, *4 bits* and *4 bits, one shot*; every ratio "
+     "is to the exact sum of its own run. Of 1 GiB and 256 MiB, links of which all are "
+     "wanted were measured with an earlier version."),
     ("Sums over NVLink with flags of XLA", "bench_nvlink", "nvlink-flags",
      "The same, no other traffic, beside runs with flags in the environment variable "
      "`XLA_FLAGS`: exchanges go through the GPUs' copy engines instead of NCCL's "
@@ -48,10 +50,11 @@ NVLINK_SECTIONS = (
     ("A decoder over NVLink", "bench_nvlink", "nvlink-model",
      "Two H200s of one host, random weights, the default `min_bytes`, residuals in one "
      "byte a value, attention by cuDNN; others' traffic as above. The sums of 8,192 "
-     "tokens have 64 MiB; those of 2,048 have 16 MiB, which the default leaves exact: "
-     "there all plans run the same sums, and differ by as much as rounds do. "
-     "*Echo*: 4 bits at every call; *echo edges*: 8 in the first two layers and the "
-     "last; *echo one shot*: 4 bits in one exchange. Over idle links nothing is "
+     "tokens, whose first token was timed with parameters in float32, have 64 MiB; "
+     "those of 2,048, with parameters in bfloat16, have 16 MiB, which the default "
+     "leaves exact: there all plans run the same sums, and differ by as much as rounds "
+     "do. *Echo*: 4 bits at every call; *echo edges*: 8 in the first two layers and "
+     "the last; *echo one shot*: 4 bits in one exchange. Over idle links nothing is "
      "gained, and 8 bits cost more than they save. The more others take, the more is "
      "gained for the first token; what a training step gains even then is less than "
      "its rounds differ by."),
@@ -72,16 +75,17 @@ SLOW_SECTIONS = (
      "in two shots and in one."),
     ("Sums of PyTorch over a slow network", "bench_network", "network-torch",
      "PyTorch's gloo in the same namespaces, by `--torch PYTHON`: time of its "
-     "all-reduce of float16, and how much faster echo's best of the table above is, "
-     "which was measured earlier. Over limited links echo gains about as much as over "
-     "JAX's. Without a limit it mostly loses: PyTorch adds float16 several times as "
-     "fast as JAX's `psum` of it."),
+     "all-reduce of float16, and how much faster echo's best of *Sums over a slow "
+     "network* is, which was measured earlier. Over limited links echo gains about as "
+     "much as over JAX's. Without a limit it mostly loses: PyTorch adds float16 "
+     "several times as fast as JAX's `psum` of it."),
     ("Sums beside other traffic", "bench_network", "network-loaded",
-     "The same; datagrams of others take the stated part of every link, both ways."),
+     "As in *Sums over a slow network*; datagrams of others take the stated part of "
+     "every link, both ways."),
     ("A decoder over a slow network", "bench_network", "network-model",
-     "The same, random weights, two processes, prompts and sequences of 256 tokens. "
-     "Exact sums travel in float16. The rate is the one at which sums take about a "
-     "quarter of the time to the first token on an idle link. Idle links with "
+     "In the same namespaces, random weights, two processes, prompts and sequences of "
+     "256 tokens. Exact sums travel in float16. The rate is the one at which sums take "
+     "about a quarter of the time to the first token on an idle link. Idle links with "
      "`--backgrounds 0 --budget 30`, others with the fewest rounds, three."),
 )  # fmt: skip
 

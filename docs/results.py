@@ -429,7 +429,8 @@ SECTIONS = (
      "Rotated Triton kernels with another residual than int8, Pallas and XLA were "
      "measured with an earlier version."),
     ("Training on two backends", "kernel_training", "backends",
-     "Loss after 50 steps of the same training on one H200, 8 simulated ranks."),
+     "Loss after 50 steps of the same training on one H200, 8 simulated ranks, with an "
+     "earlier version, its kernels and XLA's attention."),
     *network_tables.NVLINK_SECTIONS,
     *network_tables.SLOW_SECTIONS,
     *cost_tables.SECTIONS,

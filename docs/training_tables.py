@@ -30,7 +30,8 @@ SECTIONS = (
      "batches says nothing of it. Give `--data`, a folder that `echo-jax prepare` "
      "wrote, and `--work`."),
     ("Training a deep decoder", "train_parity", "train-parity-deep",
-     "The same with 32 layers, 36 M parameters and a schedule of 100 M tokens, by "
+     "The same with 32 layers, 36 M parameters and a schedule of 100 M tokens, for "
+     "which the text is read about three times, by "
      "`--layers 32 --width 256 --tokens 100000000`, with cuDNN's attention: here 3 "
      "bits with feedback are nearer to exact sums than 4 bits without it, at every "
      "point that both have on one text. Without feedback the end was reached on the "

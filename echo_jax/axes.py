@@ -7,8 +7,10 @@ in this module.
 """
 
 from collections.abc import Hashable
+from typing import Literal
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from echo_jax.typing import AnyFloat, AxisName
@@ -82,6 +84,41 @@ def to_varying(x: jax.Array, axes: frozenset[Hashable]) -> jax.Array:
     """Types ``x`` as varying along ``axes`` too. Its transpose is an exact psum."""
     missing = tuple(sorted(axes - varying_axes(x), key=str))
     return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def all_gather(
+    x: jax.Array,
+    axis_name: AxisName,
+    *,
+    axis: int = 0,
+    tiled: bool = False,
+    to: Literal["varying", "invarying"] = "varying",
+) -> jax.Array:
+    """``lax.all_gather``, also over several axes of ``vmap``."""
+    if _has_a_rule(axis_name):
+        return lax.all_gather(x, axis_name, axis=axis, tiled=tiled, to=to)
+    x = x if tiled else jnp.expand_dims(x, axis)
+    for name in reversed(axis_names(axis_name)):  # the first name counts slowest
+        x = lax.all_gather(x, name, axis=axis, tiled=True)
+    return x
+
+
+def psum_scatter(
+    x: jax.Array, axis_name: AxisName, *, axis: int = 0, tiled: bool = False
+) -> jax.Array:
+    """``lax.psum_scatter``, also over several axes of ``vmap``."""
+    if _has_a_rule(axis_name):
+        return lax.psum_scatter(x, axis_name, scatter_dimension=axis, tiled=tiled)
+    for name in axis_names(axis_name):
+        x = lax.psum_scatter(x, name, scatter_dimension=axis, tiled=True)
+    return x if tiled else jnp.squeeze(x, axis)
+
+
+def _has_a_rule(axis_name: AxisName) -> bool:
+    """Whether JAX gathers and scatters over it: one axis, or several of a mesh."""
+    names = axis_names(axis_name)
+    of_mesh = set(jax.sharding.get_abstract_mesh().axis_names)
+    return len(names) == 1 or set(names) <= of_mesh
 
 
 def in_turn(*arrays: jax.Array) -> tuple[jax.Array, ...]:

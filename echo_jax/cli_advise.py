@@ -4,7 +4,7 @@ import dataclasses
 import math
 import pathlib
 from collections.abc import Callable, Iterator
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import tyro
@@ -31,6 +31,7 @@ from echo_jax.models.config import DecoderConfig
 from echo_jax.models.generation import bucket
 from echo_jax.models.loading import read_checkpoint
 from echo_jax.plan import DepthPlan
+from echo_jax.wire.format import WireFormat
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,8 +71,8 @@ class Advise:
     save: pathlib.Path | None = None
     """File that the calibration is written to."""
     margin: float = MARGIN
-    """How much faster than exact echo must be predicted to be, as a share, to be
-    advised."""
+    """How much faster than exact the sums in few bits must together be predicted to
+    be, as a share, for them to be advised."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Dtype of the messages; default the checkpoint's or the calibration's, or else
     bfloat16, on the CPU float16."""
@@ -150,12 +151,7 @@ def prepare_advice(command: Advise) -> Callable[[], int]:
                 f"{command.load} was calibrated for {saved.dtype}, the sums are of "
                 f"{dtype}: calibrate again."
             )
-        asked, had = command.config.algorithm, saved.config.algorithm
-        if asked not in (EchoConfig().algorithm, had):
-            raise ValueError(
-                f"{command.load} was calibrated for algorithm={had}, not {asked}: "
-                "calibrate again."
-            )
+        _check_calibrated(command, saved)
         saved = _with_burst(saved, command.burst_bytes)
         return lambda: _report(command, saved, saved.ranks, decoder)
     if command.machine != "here":
@@ -178,6 +174,35 @@ def prepare_advice(command: Advise) -> Callable[[], int]:
     if command.save is not None and command.save.is_dir():
         raise ValueError(f"save={command.save} is a folder: give a file.")
     return lambda: _measure_and_report(command, mesh, dtype, decoder)
+
+
+def _check_calibrated(command: Advise, saved: CostModel):
+    """Refuses options that a calibration has settled otherwise, or cannot heed."""
+    asked, default = _mesh_options(command), _mesh_options(Advise())
+    had = default | _config_options(saved.config) | {"tensor_ranks": saved.ranks}
+    others = [
+        f"{name}={value}"
+        for name, value in asked.items()
+        if value not in (default[name], had[name])
+    ]
+    if others:
+        raise ValueError(
+            f"{command.load} was not calibrated with {', '.join(others)}: leave this "
+            "away, calibrate again without load, or assume a machine instead."
+        )
+
+
+def _mesh_options(command: Advise) -> dict[str, Any]:
+    """What is measured or assumed, by the name of the option."""
+    names = ("ranks_per_node", "ethernet_gbit", "tensor_ranks", "device")
+    mesh = {name: getattr(command, name) for name in names}
+    cluster = dataclasses.asdict(command.cluster)
+    return mesh | cluster | _config_options(command.config)
+
+
+def _config_options(config: EchoConfig) -> dict[str, Any]:
+    entries = dataclasses.asdict(config)
+    return entries.pop("format") | entries
 
 
 def _decoder(path: pathlib.Path) -> DecoderConfig:
@@ -266,15 +291,28 @@ def _table(command: Advise, advice: Advice, ranks: int) -> Table:
 
 
 def _settings(advice: Advice, config: EchoConfig) -> str:
+    """The advised configuration, as Python that evaluates to it."""
     if advice.min_bytes is None:
-        return "Few bits do not pay for these messages: EchoConfig().exact()"
-    shots = (
-        f', algorithm="{config.algorithm}"' if config.algorithm != "two-shot" else ""
-    )
-    return (
-        f"EchoConfig(min_bytes={advice.min_bytes}, num_chunks={advice.num_chunks}"
-        f"{shots}): smaller messages are better summed exactly."
-    )
+        exact = f"{_expression(config)}.exact()"
+        return f"Few bits do not pay for these messages: {exact}"
+    advised = _expression(advice.configure(config))
+    return f"{advised}: smaller messages are better summed exactly."
+
+
+def _expression(value: EchoConfig | WireFormat | bool | int | str) -> str:
+    """Python for a value, without the fields that are as by default."""
+    if isinstance(value, str):
+        return f'"{value}"'
+    if not isinstance(value, EchoConfig | WireFormat):
+        return repr(value)
+    default = type(value)()
+    fields = [(f.name, getattr(value, f.name)) for f in dataclasses.fields(value)]
+    given = [
+        f"{name}={_expression(field)}"
+        for name, field in fields
+        if field != getattr(default, name)
+    ]
+    return f"{type(value).__name__}({', '.join(given)})"
 
 
 def _gains(

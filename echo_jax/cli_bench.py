@@ -3,7 +3,7 @@
 import dataclasses
 import pathlib
 from collections.abc import Callable, Iterator
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import jax
 import tyro
@@ -138,7 +138,8 @@ def _bench_first_token(command: BenchFirstToken) -> Callable[[], int]:
         )
         sent = bytes_per_token(model, plan, tokens=tokens)
         table.add_row(name, *_cells(times), f"{sent:,.0f}")
-        output.write(_first_token_record(command, model, name, times, sent))
+        config = {"plan": name, **_first_token_config(command, model, plan)}
+        output.write(_first_token_record(config | {"bytes_per_token": sent}, times))
 
     def finish() -> int:
         Console().print(table)
@@ -147,20 +148,26 @@ def _bench_first_token(command: BenchFirstToken) -> Callable[[], int]:
     return finish
 
 
-def _first_token_record(
-    command: BenchFirstToken, model: LoadedModel, plan: str, times: Times, sent: float
-) -> Record:
-    """A plan's time, beside the bytes that it sends for a token."""
-    config = {
-        "plan": plan,
+def _first_token_config(
+    command: BenchFirstToken, model: LoadedModel, plan: DepthPlan
+) -> dict[str, Any]:
+    """What was chosen; of the plan, the configuration of the layers in between."""
+    return {
         "ranks": model.ranks,
         "model": command.checkpoint.model.name,
         "dtype": model.config.dtype,
+        "attention": command.checkpoint.attention,
         "length": command.length,
         "batch": command.batch,
         "repeats": command.repeats,
-        "bytes_per_token": sent,
+        "path": plan.body.path,
+        "vocab_bits": plan.vocab_bits,
+        **benchmark.configuration(plan.body),
     }
+
+
+def _first_token_record(config: dict[str, Any], times: Times) -> Record:
+    """A plan's time."""
     return Record(
         experiment="bench_ttft",
         metric="ttft_ms",

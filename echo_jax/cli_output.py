@@ -35,7 +35,8 @@ class Output(RecordWriter):
         try:
             super().write(record)
         except OSError as error:
-            self._writes, self._stopped = False, error.strerror
+            # Not every OSError has a strerror: io.UnsupportedOperation has none.
+            self._writes, self._stopped = False, error.strerror or str(error)
 
     def close(self) -> int:
         """The exit code: 1, with a line that says so, if something is missing."""

@@ -6,12 +6,12 @@ from typing import Literal, cast, get_args
 import jax.numpy as jnp
 
 from echo_jax import platform
+from echo_jax.wire.bounds import ResidualDtype
 from echo_jax.wire.format import WireFormat
 
 Backend = Literal["auto", "xla", "triton", "pallas"]
 Path = Literal["auto", "exact"]
 Algorithm = Literal["two-shot", "one-shot"]
-ResidualDtype = Literal["float32", "bfloat16", "int8", "int4"]
 
 # What "auto" stands for. For smaller messages, launching the codec and making its
 # exchanges (two, as shipped) costs more time than the saved bytes win back: over a

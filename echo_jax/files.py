@@ -3,6 +3,7 @@
 import contextlib
 import os
 import pathlib
+import stat
 from types import TracebackType
 
 try:
@@ -15,7 +16,7 @@ def write_text(path: pathlib.Path, text: str) -> None:
     """Replaces a file by one with this text, or leaves it as it was.
 
     A full disk or a killed process never leaves a part of the text, nor takes away what
-    the file held before.
+    the file held before. Who may read and write the file stays as it was, too.
 
     Args:
       path: the file; a link stays one.
@@ -31,14 +32,18 @@ def write_text(path: pathlib.Path, text: str) -> None:
     partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
     try:
         with partial.open("w", encoding="utf-8") as file:
+            if target.exists():  # before there is anything to read
+                partial.chmod(stat.S_IMODE(target.stat().st_mode))
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
         partial.replace(target)
-    except OSError as error:
+    except BaseException as error:  # also Ctrl-C
         with contextlib.suppress(OSError):
             partial.unlink()
-        raise OSError(error.errno, error.strerror, str(path)) from error
+        if isinstance(error, OSError):
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        raise
 
 
 class Claim:

@@ -79,11 +79,13 @@ class DepthPlan:
                 config.format.block_size == self.body.format.block_size
                 and config.format.rotate == self.body.format.rotate
                 and config.residual_dtype == self.body.residual_dtype
+                # A call that is small for itself leaves what others owe where it is.
+                and (config.is_exact or config.least_bytes == self.body.least_bytes)
             )
             if not same:
                 raise ValueError(
                     "All calls of a DepthPlan share one residual, so block_size, "
-                    "rotate and residual_dtype must agree; got "
+                    "rotate, residual_dtype and min_bytes must agree; got "
                     f"{config} beside {self.body}."
                 )
         calls = self.num_calls
@@ -223,11 +225,12 @@ class DepthPlan:
         """Writes the plan as JSON with what it was made for.
 
         Args:
-          path: the file.
+          path: the file; its folder is made if it is not there.
           model: name of the model.
           axis_size: ranks on the tensor axis.
 
         Raises:
+          OSError: if the file cannot be written, or its folder not made.
           ValueError: if the plan is not bound to a number of calls, or has a backward
             plan of its own, which the file has no place for.
         """
@@ -242,7 +245,9 @@ class DepthPlan:
             "body": dataclasses.asdict(self.body),
             "calls": [dataclasses.asdict(config) for config in self],
         }
-        write_text(pathlib.Path(path), json.dumps(content, indent=1) + "\n")
+        path = pathlib.Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, json.dumps(content, indent=1) + "\n")
 
     @classmethod
     def load(

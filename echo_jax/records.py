@@ -43,7 +43,8 @@ class RecordWriter:
     survives a process that is killed.
 
     Args:
-      path: the JSON-lines file; its folder is made when the first record comes.
+      path: the JSON-lines file, or a pipe; its folder is made when the first record
+        comes.
       origin: provenance of the records, if it is not this process that measures: as
         :func:`origin_of` reads it from another file.
     """
@@ -67,8 +68,9 @@ class RecordWriter:
                 entries[name] = None  # JSON has neither NaN nor infinity
         entries["config"] = _spelled(entries["config"])
         line = json.dumps(entries, default=str, allow_nan=False) + "\n"
-        with self.path.open("ab+") as file:
-            if _ends_in_a_cut_line(file):
+        is_file = self.path.is_file()  # what else there is may not be read, as a pipe
+        with self.path.open("ab+" if is_file else "ab") as file:
+            if is_file and _ends_in_a_cut_line(file):
                 line = "\n" + line
             file.write(line.encode())
 

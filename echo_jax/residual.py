@@ -37,7 +37,7 @@ class Layout:
     data_fields=("send", "reduce"),
     meta_fields=("layout",),
 )
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)  # arrays have no single truth value
 class Residual:
     """One rank's rounding errors so far, in block coordinates and padded to blocks.
 

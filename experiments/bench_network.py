@@ -5,7 +5,7 @@ to a rate, both ways. Needs root, ``ip`` and ``tc``; elsewhere it measures over 
 loopback interface alone, and says so. Everything it builds it removes again, also when
 interrupted; nothing leaves the namespaces.
 
-    python experiments/bench_network.py                          # all of it, 20 minutes
+    python experiments/bench_network.py                          # most of an hour
     python experiments/bench_network.py --parts allreduce --rates 100 --processes 2
     python experiments/bench_network.py --parts ttft step
     python experiments/bench_network.py --tiny                   # for CI
@@ -14,7 +14,7 @@ Parts: ``allreduce``, one sum over sizes, rates and processes; ``algorithms``, t
 in two shots and in one; ``background``, a sum beside traffic that takes a part of the
 link; ``calibrate``, the share of communication in the time to first token over rates;
 ``ttft`` and ``step``, time to first token and training step at the one rate where that
-share is about 27 %, idle and beside traffic.
+share is about a quarter, idle and beside traffic.
 
 The baseline is ``lax.psum`` of float16: on a CPU bfloat16 travels as float32. The
 decoder computes in float32; its exact sums are cast to float16 and back, its 4-bit sums

@@ -13,7 +13,7 @@ import numpy as np
 BF16 = np.dtype(ml_dtypes.bfloat16)
 F32 = np.float32
 EPS32 = 2.0**-23  # spacing of float32 at 1
-MIN_SCALE = F32(2.0**-120)
+MIN_SCALE, MAX_SCALE = F32(2.0**-120), F32(2.0**126)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,12 +92,12 @@ def round_bf16(x: np.ndarray) -> np.ndarray:
 
 
 def scales_of(values: np.ndarray, fmt: Format) -> np.ndarray:
-    """``M / (h - 1/2)`` in bfloat16; zero below 2**-120; NaN if not finite."""
+    """``M / (h - 1/2)`` in bfloat16; zero below 2**-120; NaN above 2**126."""
     peak = np.abs(values.astype(F32)).max(axis=-1)
     with np.errstate(over="ignore", invalid="ignore"):
         scales = round_bf16(peak * F32(1.0 / (fmt.half - 0.5)))
     scales = np.where(scales < MIN_SCALE, F32(0), scales)
-    return np.where(np.isfinite(peak), scales, F32(np.nan))
+    return np.where(scales <= MAX_SCALE, scales, F32(np.nan))
 
 
 def codes_of(values: np.ndarray, scales: np.ndarray, fmt: Format) -> np.ndarray:

@@ -1,20 +1,29 @@
 """Sums are checked before they are timed, and cases take turns."""
 
 import dataclasses
+import itertools
+import json
 import math
+import os
+import pathlib
+import subprocess
+import sys
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 import echo_jax as echo
 from echo_jax import benchmark, cli
 from echo_jax.benchmark import Case
 from echo_jax.benchmark_model import compute_share, random_model
+from echo_jax.collectives import exchange
 from echo_jax.devices import Cluster, tensor_mesh
 from echo_jax.models import DecoderConfig
 from echo_jax.models.timing import Times
 from echo_jax.records import read_records
+from echo_jax.wire.format import ALLOWED_BITS
 from tests.ranks import mesh
 
 CONFIG = echo.EchoConfig(min_bytes=0)
@@ -26,6 +35,13 @@ CASES = [
     Case(name="2 bits", config=TWO_BITS),
     Case(name="no feedback", config=dataclasses.replace(CONFIG, feedback=False)),
 ]
+FORMATS = [
+    echo.WireFormat(bits=bits, block_size=block_size, rotate=rotate)
+    for bits, block_size, rotate in itertools.product(
+        ALLOWED_BITS, (16, 32, 64, 128, 256), (True, False)
+    )
+]
+FIXTURE = str(pathlib.Path(__file__).parent / "models" / "fixtures" / "llama_linear")
 TINY = DecoderConfig(
     num_layers=1, width=32, num_heads=4, num_kv_heads=4, head_dim=8, mlp_width=64
 )
@@ -46,8 +62,80 @@ def test_wrong_sums_do_not(factor, said, monkeypatch):
         benchmark.check_cases(CASES[2:3], mesh(tp=4), values=1 << 14)
 
 
+def _costly(fmt: echo.WireFormat):
+    """Each compiles for seconds: that which errs most, the default, and a fine one."""
+    is_edge = fmt.rotate and (fmt.bits, fmt.block_size) in ((2, 256), (4, 64), (8, 16))
+    return pytest.param(fmt, marks=() if is_edge else pytest.mark.long)
+
+
+@pytest.mark.parametrize("fmt", [_costly(fmt) for fmt in FORMATS], ids=str)
+def test_right_sums_of_every_format_pass_on_two_ranks(fmt):
+    """Also where they err nearly as much as a sum of zeros does: 2 bits."""
+    case = Case(name="echo", config=dataclasses.replace(CONFIG, format=fmt))
+    benchmark.check_cases([case], mesh(tp=2), values=1 << 15)
+
+
+def _zeros(x):
+    return jnp.zeros_like(lax.psum(x, "tp"))
+
+
+def _without_half_of_the_ranks(x):
+    is_summed = lax.axis_index("tp") < lax.axis_size("tp") // 2
+    return x * is_summed.astype(x.dtype)
+
+
+def _half_of_the_ranks(x):
+    return lax.psum(_without_half_of_the_ranks(x), "tp")
+
+
+@pytest.mark.parametrize("wrong", [_zeros, _half_of_the_ranks])
+@pytest.mark.parametrize("algorithm", ["two-shot", "one-shot"])
+def test_wrong_sums_of_no_format_pass(algorithm, wrong, monkeypatch):
+    monkeypatch.setattr(
+        benchmark, "echo_psum", lambda x, residual, *_, config: (wrong(x), residual)
+    )
+    config = dataclasses.replace(CONFIG, algorithm=algorithm)
+    case = Case(name="echo", config=config)
+    found = benchmark._compare(case, mesh(tp=2), (16, 1024))
+    monkeypatch.setattr(benchmark, "_compare", lambda *_: found)  # compiled once
+    for fmt in FORMATS:
+        of_format = dataclasses.replace(config, format=fmt)
+        with pytest.raises(RuntimeError, match=r"echo: (relative error|\d+ %)"):
+            benchmark.check_cases([Case(name="echo", config=of_format)], mesh(tp=2))
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+@pytest.mark.parametrize("block_size", [16, 256])
+def test_a_rank_that_is_missing_is_found_in_two_bits(ranks, block_size, monkeypatch):
+    """The roundings of a right sum can err more than what is missing here."""
+
+    def half(x, *arguments, config):
+        return echo.echo_psum(_without_half_of_the_ranks(x), *arguments, config=config)
+
+    monkeypatch.setattr(benchmark, "echo_psum", half)
+    fmt = echo.WireFormat(bits=2, block_size=block_size)
+    case = Case(name="echo", config=dataclasses.replace(CONFIG, format=fmt))
+    with pytest.raises(RuntimeError, match="echo: "):
+        benchmark.check_cases([case], mesh(tp=ranks), values=1 << 15)
+
+
+@pytest.mark.parametrize("min_bytes", [1 << 25, "auto"])
+def test_the_codec_is_checked_however_small_the_message(min_bytes, monkeypatch):
+    """Messages of the check are under min_bytes; those that are timed may not be."""
+
+    def zeros(x, residual, axis_name, config, **_):
+        return _zeros(x), residual
+
+    monkeypatch.setattr(exchange, "all_reduce", zeros)
+    case = Case(name="echo", config=echo.EchoConfig(min_bytes=min_bytes))
+    with pytest.raises(RuntimeError, match="echo: relative error 1 "):
+        benchmark.check_cases([case], mesh(tp=2), values=1 << 14)
+    exact = Case(name="exact", config=echo.EchoConfig().exact())
+    benchmark.check_cases([exact], mesh(tp=2), values=1 << 14)
+
+
 def test_nor_do_sums_that_differ_between_ranks(monkeypatch):
-    monkeypatch.setattr(benchmark, "_compare", lambda *_: (0.0, False))
+    monkeypatch.setattr(benchmark, "_compare", lambda *_: (0.0, 0.0, False))
     with pytest.raises(RuntimeError, match="psum: ranks hold different sums"):
         benchmark.check_cases(CASES, mesh(tp=4))
 
@@ -93,6 +181,59 @@ def test_descriptions_say_what_explain_says():
     assert said["values"] == 4096
     assert said["wire_bytes"] == sum(echo.wire_bytes((64, 64), 4, TWO_BITS).values())
     assert benchmark.describe(CASES[1], (64, 64), 4)["message_bytes"] == 4 * 4096
+
+
+def test_descriptions_tell_apart_whatever_can_be_chosen():
+    """Only the path that a configuration asks for is told by the one it took."""
+    changes = {
+        "format": echo.WireFormat(block_size=128),
+        "feedback": False,
+        "min_bytes": 1,
+        "residual_dtype": "int8",
+        "algorithm": "one-shot",
+        "num_chunks": 4,
+        "backend": "xla",
+    }
+    assert {*changes, "path"} == {f.name for f in dataclasses.fields(CONFIG)}
+    shape, plain = (64, 64), benchmark.describe(CASES[2], (64, 64), 4)
+    assert {"block_size", "feedback", "min_bytes", "backend"} <= plain.keys()
+    for name, value in changes.items():
+        changed = dataclasses.replace(CONFIG, **{name: value})
+        said = benchmark.describe(Case(name="echo", config=changed), shape, 4)
+        differing = {key for key in said if said[key] != plain[key]} - {"wire_bytes"}
+        assert differing == {"block_size" if name == "format" else name}
+
+
+def test_records_of_the_first_token_say_how_it_was_summed(tmp_path):
+    out = tmp_path / "ttft.jsonl"
+    arguments = ["bench", "ttft", "--model", FIXTURE]
+    arguments += ["--length", "16", "--repeats", "1", "--tensor-ranks", "2"]
+    arguments += ["--min-bytes", "0", "--block-size", "32", "--no-feedback"]
+    assert cli.main([*arguments, "--out", str(out)]) == 0
+    configs = [record["config"] for record in read_records(out)]
+    assert [config["path"] for config in configs] == ["exact", "auto", "auto"]
+    for config in configs:
+        assert (config["bits"], config["block_size"], config["rotate"]) == (4, 32, True)
+        assert (config["min_bytes"], config["feedback"]) == (0, False)
+        assert (config["backend"], config["vocab_bits"]) == ("auto", 8)
+        assert config.keys() >= {"plan", "ranks", "model", "dtype", "bytes_per_token"}
+
+
+def test_records_can_go_through_a_pipe():
+    """A pipe can neither be read where it is written, nor sought in."""
+    command = [sys.executable, "-m", "echo_jax.cli", "bench", "allreduce"]
+    command += ["--device", "cpu", "--tensor-ranks", "2", "--sizes", "4096"]
+    command += ["--chunks", "1", "--chain", "1", "--repeats", "1"]
+    done = subprocess.run(
+        [*command, "--out", "/dev/stdout"],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "XLA_FLAGS": ""},
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    metrics = [json.loads(line)["metric"] for line in lines]
+    assert metrics == ["allreduce_ms", "allreduce_speedup"] * 2
 
 
 def test_records_hold_medians_and_their_ratio():

@@ -94,18 +94,22 @@ def test_prepared_text_is_trained_on(tmp_path):
 
 def test_ctrl_c_keeps_what_was_measured(tmp_path):
     command = [sys.executable, "-m", "echo_jax.cli", "train", "--steps", "100000"]
-    command += [*TINY, "--log-every", "1"]
+    command += [*TINY, "--log-every", "1", "--checkpoint-every", "100000"]
+    command += ["--device", "default", "--data-ranks", "1", "--tensor-ranks", "1"]
     process = subprocess.Popen(
         command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     metrics = tmp_path / "runs" / "train-0" / "metrics.jsonl"
     deadline = time.monotonic() + 120
     while not metrics.exists() and time.monotonic() < deadline:
+        assert process.poll() is None, process.communicate()
         time.sleep(0.1)
     os.kill(process.pid, signal.SIGINT)
     output, errors = process.communicate(timeout=120)
     assert process.returncode == 130, errors
     assert "Stopped early" in output
+    # Where it ran is no part of a run's configuration.
+    assert "--out runs/train-0 --resume --device default" in output
     assert "Traceback" not in errors
     assert metrics.stat().st_size > 0
     assert (metrics.parent / "curves.png").exists()

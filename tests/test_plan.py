@@ -95,6 +95,7 @@ def test_a_plan_that_needs_the_number_of_calls_says_so():
         EchoConfig(format=WireFormat(block_size=32)),
         EchoConfig(format=WireFormat(rotate=False)),
         EchoConfig(residual_dtype="float32"),
+        EchoConfig(min_bytes=1),
     ],
 )
 def test_calls_that_could_not_share_a_residual_are_refused(other):
@@ -123,6 +124,14 @@ def test_a_file_with_a_wrong_value_is_named(tmp_path):
     path.write_text(path.read_text().replace('"vocab_bits": 8', '"vocab_bits": 5'))
     with pytest.raises(ValueError, match=r"plan\.json is not a plan.*bits=5"):
         DepthPlan.load(path)
+
+
+def test_the_folder_of_a_plan_is_made(tmp_path):
+    path, plan = tmp_path / "new" / "plan.json", DepthPlan.uniform(CONFIG, num_calls=2)
+    plan.save(path, model="m", axis_size=2)
+    assert list(DepthPlan.load(path)) == list(plan)
+    with pytest.raises(OSError, match=r"plan\.json"):
+        plan.save(path / "plan.json", model="m", axis_size=2)
 
 
 @pytest.mark.parametrize("effect", [-1.0, math.nan, math.inf])

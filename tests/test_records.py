@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 
 import pytest
 
@@ -73,3 +74,17 @@ def test_no_origin_in_a_file_without_records(tmp_path):
     path.write_text("")
     with pytest.raises(ValueError, match="no record"):
         origin_of(path)
+
+
+def test_a_pipe_takes_records(tmp_path):
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        writer = RecordWriter(path)
+        writer.write(record(value=1.0))
+        writer.write(record(value=2.0))
+        lines = os.read(reader, 1 << 16).decode().splitlines()
+    finally:
+        os.close(reader)
+    assert [json.loads(line)["value"] for line in lines] == [1.0, 2.0]

@@ -34,7 +34,11 @@ def psum(x: AnyFloat, axis_name: AxisName) -> AnyFloat:
 
     Returns:
       ``lax.psum(x, axis_name)``.
+
+    Raises:
+      ValueError: if the axis is not bound here.
     """
+    axes.axis_size(axis_name)
     return _psum(_vary(x, axis_name), axis_name)
 
 
@@ -52,8 +56,10 @@ def pvary(x: AnyFloat, axis_name: AxisName) -> AnyFloat:
       ``x``.
 
     Raises:
-      ValueError: where types are tracked, if ``x`` already varies along the axis.
+      ValueError: if the axis is not bound here; where types are tracked, if ``x``
+        already varies along it.
     """
+    axes.axis_size(axis_name)
     axes.check_invariant("pvary", x, axis_name)
     return _pvary(x, axis_name)
 

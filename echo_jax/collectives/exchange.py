@@ -122,7 +122,7 @@ def gather(
     blocks = blocking.num_blocks(x.shape, fmt.block_size)
     owed = None if residual is None else _first_blocks(residual.send, blocks)
     payloads, owed = codec.send(x.reshape(shape), owed, fmt=fmt, chunks=1)
-    payloads = lax.all_gather(payloads[0], axis_name, axis=0, tiled=False)
+    payloads = axes.all_gather(payloads[0], axis_name)
     ranks = payloads.shape[0]
     y = codec.return_(
         payloads[None], shape=(ranks * shape[0], shape[1]), dtype=x.dtype, fmt=fmt
@@ -163,7 +163,7 @@ def _hand_out(
     """Hands out what each rank has, the same to all by construction."""
     # Under a plain vmap JAX rejects to="invarying".
     to = "invarying" if axes.is_tracked(axis_name) else "varying"
-    return lax.all_gather(payload, axis_name, axis=0, tiled=False, to=to)
+    return axes.all_gather(payload, axis_name, to=to)
 
 
 def _first_blocks(send, blocks: int):

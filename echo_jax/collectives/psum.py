@@ -183,7 +183,8 @@ def flush(
 
 def _all_reduce(x, residual, axis_name, config: EchoConfig, add_to=None):
     exactly = traffic.takes_exact_path(x.shape, x.dtype, config)
-    paying = call.pays(residual, config, exactly=exactly)
+    is_small = traffic.is_small(x.shape, x.dtype, config)
+    paying = call.pays(residual, config, is_small=is_small)
     owed = residual if paying else None
     if exactly:
         y, owed = exact.all_reduce(x, owed, axis_name, config.format)

@@ -7,7 +7,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from echo_jax import axes
 from echo_jax.collectives import call, exact, exchange, traffic
@@ -127,7 +126,8 @@ def _scatter_forward(x, residual, axis_name, dimension, tiled, config):
     size = axes.axis_size(axis_name)
     parts = scatter_shape(x.shape, size, dimension, tiled=tiled)
     exactly = traffic.takes_exact_path(parts, x.dtype, config)
-    paying = call.pays(residual, config, exactly=exactly)
+    is_small = traffic.is_small(parts, x.dtype, config)
+    paying = call.pays(residual, config, is_small=is_small)
     chunks = x
     if tiled:
         cut = (size, x.shape[dimension] // size)
@@ -138,7 +138,7 @@ def _scatter_forward(x, residual, axis_name, dimension, tiled, config):
     owed = residual if paying else None
     if exactly:
         chunks, owed = exact.pay_sender(chunks, owed, config.format)
-        y = lax.psum_scatter(chunks, axis_name, scatter_dimension=0, tiled=False)
+        y = axes.psum_scatter(chunks, axis_name)
     else:
         y, owed = exchange.reduce_scatter(chunks, owed, axis_name, config)
     return y.reshape(shape), owed if paying else residual
@@ -156,7 +156,7 @@ def _psum_scatter_fwd(x, residual, axis_name, dimension, tiled, config):
 def _psum_scatter_bwd(axis_name, dimension, tiled, config, _, cotangents):
     axes.axis_size(axis_name)  # else JAX's own words for a gradient outside a vmap
     y_bar, residual_bar = cotangents
-    x_bar = lax.all_gather(y_bar, axis_name, axis=dimension, tiled=tiled)
+    x_bar = axes.all_gather(y_bar, axis_name, axis=dimension, tiled=tiled)
     return x_bar, residual_bar
 
 
@@ -165,11 +165,12 @@ _psum_scatter.defvjp(_psum_scatter_fwd, _psum_scatter_bwd)
 
 def _gather_forward(x, residual, axis_name, axis, tiled, config):
     exactly = traffic.takes_exact_path(x.shape, x.dtype, config)
-    paying = call.pays(residual, config, exactly=exactly)
+    is_small = traffic.is_small(x.shape, x.dtype, config)
+    paying = call.pays(residual, config, is_small=is_small)
     owed = residual if paying else None
     if exactly:
         x, owed = exact.pay_sender(x, owed, config.format)
-        y = lax.all_gather(x, axis_name, axis=0, tiled=False)
+        y = axes.all_gather(x, axis_name)
     else:
         y, owed = exchange.gather(x, owed, axis_name, config)
     y = jnp.moveaxis(y, 0, axis)
@@ -191,7 +192,7 @@ def _all_gather_fwd(x, residual, axis_name, axis, tiled, config):
 def _all_gather_bwd(axis_name, axis, tiled, config, _, cotangents):
     axes.axis_size(axis_name)  # else JAX's own words for a gradient outside a vmap
     y_bar, residual_bar = cotangents
-    x_bar = lax.psum_scatter(y_bar, axis_name, scatter_dimension=axis, tiled=tiled)
+    x_bar = axes.psum_scatter(y_bar, axis_name, axis=axis, tiled=tiled)
     return x_bar, residual_bar
 
 

@@ -60,6 +60,11 @@ def takes_exact_path(shape: Shape, dtype, config: EchoConfig) -> bool:
     return _exact_reason(shape, dtype, config) is not None
 
 
+def is_small(shape: Shape, dtype, config: EchoConfig) -> bool:
+    """Whether ``min_bytes`` alone makes a call on a tensor of this shape exact."""
+    return not config.is_exact and x_bytes(shape, dtype) < config.least_bytes
+
+
 def _exact_reason(shape: Shape, dtype, config: EchoConfig) -> str | None:
     """Why a call is exact; None if it goes through the codec."""
     size = x_bytes(shape, dtype)
@@ -67,7 +72,7 @@ def _exact_reason(shape: Shape, dtype, config: EchoConfig) -> str | None:
         return "this call is configured to be exact"
     if size == 0:
         return "x is empty"
-    if size < config.least_bytes:
+    if is_small(shape, dtype, config):
         return f"x has {size:,} B, under {_min_bytes(config)}"
     blocks = blocking.num_blocks(shape, config.format.block_size)
     payload = blocks * config.format.block_bytes

@@ -12,9 +12,10 @@ from echo_jax.cost_model.model import SumTimes
 from echo_jax.models.config import DecoderConfig
 
 CHUNKS = (1, 2, 4, 8, 16)
-# Echo is advised only where it is predicted to be faster by this fraction: one
-# prediction in four is off by it or more (experiments/check_cost_model.py), and for a
-# gain that may be none the exact sum is safer.
+# Echo is advised only where all that it sends is predicted to be faster by this
+# fraction: one prediction in four is off by it or more
+# (experiments/check_cost_model.py), and for a gain that may be none the exact sum is
+# safer. So the margin also holds for what a lower threshold adds.
 MARGIN = 0.2
 
 
@@ -44,7 +45,7 @@ class Advice:
     Made by :func:`advise`.
     """
 
-    # Size from which messages are sent through the codec; None: none gains enough.
+    # Size from which messages are sent through the codec; None: they gain too little.
     min_bytes: int | None
     num_chunks: int  # number of pieces of a message
     messages: tuple[Message, ...]
@@ -53,7 +54,7 @@ class Advice:
 
     @property
     def path(self) -> Literal["echo", "exact"]:
-        """``"exact"`` if no message gains enough from the codec."""
+        """``"exact"`` if the messages gain too little from the codec."""
         return "exact" if self.min_bytes is None else "echo"
 
     def takes_echo(self, message: Message) -> bool:
@@ -140,15 +141,23 @@ def advise(
 ) -> Advice:
     """The fastest settings for a set of sums; the exact path where echo does not pay.
 
+    All messages from ``min_bytes`` on are sent through the codec, also those of a size
+    that gains less than a smaller one: the time of all sums together decides.
+
     Args:
       times: a cost model.
       messages: the messages to be summed.
       chunks: numbers of pieces to choose from.
-      margin: how much faster echo must be predicted to be; 0.2 is a fifth.
+      margin: how much faster echo must be predicted to be; 0.2 is a fifth. For each
+        number of pieces, those messages are sent through the codec for which the time
+        of all sums is the shortest if echo's part of it is counted as longer by this
+        fraction. All that echo sends is then faster by more than the margin, and so is
+        the smallest message of it.
 
     Returns:
       The number of pieces with which all sums together are fastest, the break-even size
-      for it as ``min_bytes``, and the predicted times.
+      for it as ``min_bytes``, and the predicted times. Of several break-evens it is one
+      between the largest exact message and the smallest that echo sends.
 
     Raises:
       ValueError: without messages or pieces, or for a margin that is negative or not
@@ -171,7 +180,13 @@ def advise(
 def break_even(
     times: SumTimes, *, num_chunks: int = 1, margin: float = 0.0, largest: int = 1 << 34
 ) -> int | None:
-    """The message size from which echo is faster than the exact sum.
+    """A message size at which echo becomes faster than the exact sum.
+
+    Found by bisection up to ``largest``. Where the times cross once, echo is faster
+    from this size on and not below it. Where they cross more than once, as they may on
+    a link with a burst or by the padding of blocks, this is one of the crossings, and
+    sizes on either side of it may be better summed the other way. :func:`advise`
+    compares the times of all messages that it is given.
 
     Args:
       times: a cost model.
@@ -180,22 +195,13 @@ def break_even(
       largest: the largest size to consider, in bytes.
 
     Returns:
-      The size in bytes at which the two times cross; 1 if echo is always faster; None
-      if it is slower even at the largest size. On a link with a burst, the times may
-      cross more than once; the result is then one of the crossings.
+      A size in bytes at which echo is faster by more than the margin, while with one
+      byte less it is not, or 1; None if it is not at the largest size, even if it is at
+      smaller ones.
     """
-
-    def pays(size: int) -> bool:
-        return _pays(times, size, num_chunks, margin)
-
-    if not pays(largest):
+    if not _pays(times, largest, num_chunks, margin):
         return None
-    # Echo is faster at the largest size and counts as slower at zero: bisect.
-    low, high = 0, largest
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if pays(middle) else (middle, high)
-    return high
+    return _crossing(times, 0, largest, num_chunks, margin)
 
 
 def decoder_messages(
@@ -235,26 +241,46 @@ def _pays(times: SumTimes, size: int, num_chunks: int, margin: float) -> bool:
     return exact > (1 + margin) * echo
 
 
+def _crossing(
+    times: SumTimes, low: int, high: int, num_chunks: int, margin: float
+) -> int:
+    """Where echo becomes faster, above ``low``; at ``high`` it is faster."""
+    while high - low > 1:
+        middle = (low + high) // 2
+        pays = _pays(times, middle, num_chunks, margin)
+        low, high = (low, middle) if pays else (middle, high)
+    return high
+
+
 def _with_pieces(
     times: SumTimes, messages: Sequence[Message], num_chunks: int, margin: float
 ) -> Advice:
     """The advice if messages are cut into ``num_chunks`` pieces."""
-    sizes = sorted({message.message_bytes for message in messages})
-    least = break_even(times, num_chunks=num_chunks, margin=margin, largest=max(sizes))
-    for size in sizes:
-        # The exact sum may be faster again above the break-even: padding to whole
-        # blocks can outweigh the gain, and the times are not straight lines.
-        lost = least is not None and size >= least
-        if lost and not _pays(times, size, num_chunks, margin):
-            least = size + 1
-    if least is not None and least > sizes[-1]:
-        least = None
-    return Advice(
-        min_bytes=least,
+    none = Advice(
+        min_bytes=None,
         num_chunks=num_chunks,
         messages=tuple(messages),
         exact_seconds=tuple(times.exact_seconds(m.message_bytes) for m in messages),
         echo_seconds=tuple(
             times.echo_seconds(m.message_bytes, num_chunks) for m in messages
         ),
+    )
+    # A larger message may gain less than a smaller one: of padding to whole blocks, or
+    # because a burst lets the smaller one's codes pass. So every threshold is tried. Of
+    # those that are equally good, the first one sends the least through the codec.
+    sizes = sorted({message.message_bytes for message in messages}, reverse=True)
+    some = [dataclasses.replace(none, min_bytes=size) for size in sizes]
+    best = min((none, *some), key=lambda advice: _counted_seconds(advice, margin))
+    if best.min_bytes is None:
+        return none
+    below = max((size for size in sizes if size < best.min_bytes), default=0)
+    least = _crossing(times, below, best.min_bytes, num_chunks, margin)
+    return dataclasses.replace(best, min_bytes=least)
+
+
+def _counted_seconds(advice: Advice, margin: float) -> float:
+    """Time of all sums, in which what echo sends counts as longer by the margin."""
+    times = zip(advice.messages, advice.exact_seconds, advice.echo_seconds, strict=True)
+    return sum(
+        m.calls * ((1 + margin) * y if advice.takes_echo(m) else x) for m, x, y in times
     )

@@ -8,13 +8,16 @@ from echo_jax.config import Backend
 from echo_jax.kernels.api import get_codec
 from echo_jax.typing import AnyFloat, FloatLike, Payload, Shape
 from echo_jax.wire import blocks as blocking
-from echo_jax.wire.format import WireFormat
+from echo_jax.wire.format import WireFormat, check_format
 
 
 def quantize(
     x: FloatLike, fmt: WireFormat = WireFormat(), *, backend: Backend = "auto"
 ) -> Payload:
     """Encodes a tensor as it would be sent to a single rank.
+
+    Rounding has no gradient worth the name. The collectives have that of the exact
+    ones, straight through the codec; ``quantize`` and ``dequantize`` have none.
 
     Args:
       x: any shape; float32, bfloat16 or float16. Blocks run along the last axis.
@@ -34,7 +37,7 @@ def quantize(
         >>> payload.shape, payload.dtype
         ((136,), dtype('uint8'))
     """
-    _check_format(fmt)
+    check_format(fmt)
     x = jnp.asarray(x)
     if x.dtype.name not in ("float32", "bfloat16", "float16"):
         raise ValueError(
@@ -75,7 +78,7 @@ def dequantize(
         >>> fmt = WireFormat(bits=4)
         >>> x_hat = dequantize(quantize(x, fmt), x.shape, x.dtype, fmt)
     """
-    _check_format(fmt)
+    check_format(fmt)
     shape = tuple(shape)
     needed = blocking.num_blocks(shape, fmt.block_size) * fmt.block_bytes
     if payload.shape != (needed,) or payload.dtype != jnp.uint8:
@@ -95,11 +98,3 @@ def dequantize(
         payload[None, None], shape=blocking.row_shape(shape), dtype=dtype, fmt=fmt
     )
     return rows.reshape(shape)
-
-
-def _check_format(fmt: WireFormat) -> None:
-    if not isinstance(fmt, WireFormat):
-        raise TypeError(
-            f"fmt must be a WireFormat, got {type(fmt).__name__}: that of an "
-            "EchoConfig is config.format."
-        )

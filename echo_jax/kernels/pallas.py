@@ -232,7 +232,7 @@ def _scales(values, fmt: WireFormat):
     bits = bits + 0x7FFF + ((bits >> 16) & 1)  # round to nearest bfloat16, ties to even
     scales = jax.lax.bitcast_convert_type(bits & np.uint32(0xFFFF0000), jnp.float32)
     scales = jnp.where(scales < quantizer.MIN_SCALE, 0.0, scales)
-    scales = jnp.where(peak < jnp.inf, scales, jnp.nan)
+    scales = jnp.where(scales <= quantizer.MAX_SCALE, scales, jnp.nan)
     return scales, quantizer.inverse_scales(scales)
 
 

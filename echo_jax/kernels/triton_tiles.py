@@ -11,9 +11,10 @@ from echo_jax.kernels.triton_codes import (
     store_codes,
     store_plane,
 )
+from echo_jax.wire import quantizer
 
-_SMALLEST_SCALE = tl.constexpr(2.0**-120)
-_LARGEST_FLOAT = tl.constexpr(3.4028234663852886e38)
+_SMALLEST_SCALE = tl.constexpr(quantizer.MIN_SCALE)
+_LARGEST_SCALE = tl.constexpr(quantizer.MAX_SCALE)
 # The interpreter has no libdevice, and needs other code in a few places.
 _INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 # The tensor cores take matrices of at least 16 columns.
@@ -301,14 +302,14 @@ def _larger(left, right):
 
 @triton.jit
 def block_scales(values, SCALE_FACTOR: tl.constexpr):
-    """The scale of each block: zero if too small, NaN if the block is not finite."""
+    """The scale of each block: zero if too small, NaN if too large or not finite."""
     peak = tl.abs(values[0])
     for part in tl.static_range(1, len(values)):
         peak = _larger(peak, tl.abs(values[part]))
     peak = tl.reduce(peak, 1, _larger)
     scale = _cast(peak * SCALE_FACTOR, tl.bfloat16).to(tl.float32)
     scale = tl.where(scale < _SMALLEST_SCALE, 0.0, scale)
-    return tl.where(peak <= _LARGEST_FLOAT, scale, float("nan"))
+    return tl.where(scale <= _LARGEST_SCALE, scale, float("nan"))
 
 
 @triton.jit

@@ -14,6 +14,9 @@ class KVCache(NamedTuple):
 
     All sequences of a batch end in the same slot: shorter ones start later, after
     ``padding`` slots that are masked out. A rank's arrays hold only its own heads.
+
+    How many slots are in use is known on the device alone: who writes ``count`` tokens
+    sees to it that ``length + count`` is at most the number of slots.
     """
 
     # Typed as Any because a cache of partition specs has the same fields.
@@ -41,7 +44,20 @@ class KVCache(NamedTuple):
 def write_layer(
     cache: KVCache, layer: Int[Array, ""], key: AnyFloat, value: AnyFloat
 ) -> KVCache:
-    """Writes keys and values of new tokens ``(batch, count, heads, dim)``."""
+    """Writes keys and values of new tokens ``(batch, count, heads, dim)``.
+
+    Tokens for which there are no slots would be written over earlier ones: values
+    become NaN instead.
+
+    Raises:
+      ValueError: for more tokens than the cache has slots.
+    """
+    count, slots = key.shape[1], cache.key.shape[2]
+    if count > slots:
+        raise ValueError(
+            f"{count} tokens do not fit into {slots} slots: make a larger cache."
+        )
+    value = jnp.where(cache.length + count <= slots, value, jnp.nan)
     # All of one dtype, which Python's numbers would not be in 64-bit mode.
     zero = jnp.zeros_like(cache.length)
     start = (jnp.asarray(layer, zero.dtype), zero, cache.length, zero, zero)

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Integer
 
 from echo_jax.collectives import exact
 from echo_jax.layers.partitioning import Initializer, make_param
@@ -52,13 +52,14 @@ class VocabParallelEmbed(nnx.Module):
         self.num_embeddings = num_embeddings
         self.axis_name, self.dtype = axis_name, dtype
 
-    def __call__(self, tokens: Int[Array, "..."]) -> AnyFloat:
+    def __call__(self, tokens: Integer[Array, "..."]) -> AnyFloat:
         """This rank's part of the lookup ``(..., features)``: zero for others' tokens.
 
         The sum over ranks is the embedding. Take it with ``echo_psum``: the residual
         then lets the first layer correct the rounding error of the embedding.
         """
         table = self.embedding[...].astype(self.dtype)
+        tokens = _wide(tokens)
         local = tokens - lax.axis_index(self.axis_name) * table.shape[0]
         mine = (local >= 0) & (local < table.shape[0])
         rows = jnp.take(table, jnp.where(mine, local, 0), axis=0)
@@ -117,6 +118,11 @@ class VocabParallelReadout(nnx.Module):
         return mask_padding(logits, self.num_embeddings, self.axis_name)
 
 
+def _wide(tokens: Integer[Array, "..."]) -> Integer[Array, "..."]:
+    """Token ids in 32 bits or more, where the size of the vocabulary has room too."""
+    return tokens.astype(jnp.promote_types(tokens.dtype, jnp.int32))
+
+
 def mask_padding(logits: AnyFloat, num_embeddings: int, axis_name: str) -> AnyFloat:
     """Gives the columns beyond the vocabulary the lowest finite logit."""
     columns = logits.shape[-1]
@@ -126,7 +132,7 @@ def mask_padding(logits: AnyFloat, num_embeddings: int, axis_name: str) -> AnyFl
 
 def vocab_parallel_cross_entropy(
     logits: Float[Array, "*batch local_vocab"],
-    labels: Int[Array, "*batch"],
+    labels: Integer[Array, "*batch"],
     axis_name: str = "tensor",
 ) -> Float[Array, "*batch"]:
     """Cross entropy in nats of each token, from logits sharded over the axis.
@@ -142,10 +148,12 @@ def vocab_parallel_cross_entropy(
       axis_name: the tensor-parallel axis.
 
     Returns:
-      The loss of each token, in float32; NaN for a label that no rank holds.
+      The loss of each token, in float32; NaN for a label that no rank holds, and as
+      good as infinite (3e38) for one of the columns that :func:`mask_padding` masks.
 
     Source: Shoeybi et al., "Megatron-LM", 2019, section 3.
     """
+    labels = _wide(labels)
     peak = lax.stop_gradient(jnp.max(logits, axis=-1)).astype(jnp.float32)
     peak = lax.pmax(peak, axis_name)
     columns = logits.shape[-1]
@@ -159,7 +167,7 @@ def vocab_parallel_cross_entropy(
 
 # Gradients keep the logits in their own dtype, and nothing else as large.
 @jax.checkpoint
-def _reduce_vocabulary(logits: AnyFloat, peak: AnyFloat, label: Int[Array, "..."]):
+def _reduce_vocabulary(logits: AnyFloat, peak: AnyFloat, label: Integer[Array, "..."]):
     """This rank's sum of exponentials, and its label's logit or zero, both shifted."""
     shifted = logits.astype(jnp.float32) - peak[..., None]
     is_label = jnp.arange(logits.shape[-1]) == label[..., None]

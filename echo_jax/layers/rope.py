@@ -71,9 +71,16 @@ def apply_rope(
     Returns:
       The rotated heads, in x's dtype.
 
+    Raises:
+      ValueError: if ``head_dim`` is odd.
+
     Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding",
     2021; halves paired as in the Llama checkpoints of Hugging Face.
     """
+    if x.shape[-1] % 2:
+        raise ValueError(
+            f"apply_rope pairs the halves of a head: head_dim={x.shape[-1]} is odd."
+        )
     half = x.shape[-1] // 2
     frequencies = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
     if scaling is not None:

@@ -75,4 +75,4 @@ def _gather(x: AnyFloat | Int[Array, "..."], axis_name: str) -> Array:
     """Every rank's ``x`` along a new first axis, typed as the same on every rank."""
     # A plain vmap rejects to="invarying".
     to = "invarying" if axes.is_tracked(axis_name) else "varying"
-    return lax.all_gather(x, axis_name, axis=0, tiled=False, to=to)
+    return axes.all_gather(x, axis_name, to=to)

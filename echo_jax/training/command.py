@@ -7,6 +7,7 @@ import functools
 import io
 import logging
 import pathlib
+import shlex
 import sys
 import warnings
 from collections.abc import Callable
@@ -113,9 +114,7 @@ def prepare_training(command: Train) -> Callable[[], int]:
     folder = _folder(command.out, config.seed)
     if jax.process_index():
         nothing = contextlib.ExitStack()
-        return functools.partial(
-            _train, prepare(config), folder, command.resume, nothing
-        )
+        return functools.partial(_train, prepare(config), folder, command, nothing)
     _check_folder(folder, command)
     runs = prepare(config)
     with contextlib.ExitStack() as claims:
@@ -131,7 +130,7 @@ def prepare_training(command: Train) -> Callable[[], int]:
                 checkpoints.check(resume=command.resume)
         save_config(config, folder / _CONFIG)
         held = claims.pop_all()
-    return functools.partial(_train, runs, folder, command.resume, held)
+    return functools.partial(_train, runs, folder, command, held)
 
 
 def prepare_text(command: PrepareText) -> Callable[[], int]:
@@ -227,18 +226,18 @@ def _folders(folder: pathlib.Path, config: TrainConfig) -> list[pathlib.Path]:
 
 
 def _train(
-    runs: Comparison, folder: pathlib.Path, resume: bool, claims: contextlib.ExitStack
+    runs: Comparison, folder: pathlib.Path, command: Train, claims: contextlib.ExitStack
 ) -> int:
     """Trains, holding the folders that were claimed until it ends."""
     with claims:
         try:
-            return _train_and_report(runs, folder, resume)
+            return _train_and_report(runs, folder, command)
         except CheckpointError as error:
             print(f"echo-jax: {error}", file=sys.stderr)
             return 2
 
 
-def _train_and_report(runs: Comparison, folder: pathlib.Path, resume: bool) -> int:
+def _train_and_report(runs: Comparison, folder: pathlib.Path, command: Train) -> int:
     is_first = jax.process_index() == 0
     console, config = Console(quiet=not is_first), runs.config
     unit = runs.source.unit
@@ -254,7 +253,7 @@ def _train_and_report(runs: Comparison, folder: pathlib.Path, resume: bool) -> i
             runs,
             RecordWriter(metrics),
             progress=advance,
-            resume=resume,
+            resume=command.resume,
             notify=console.print,
         )
     console.print(summary_table(results, config.model.dtype, unit=unit))
@@ -262,8 +261,21 @@ def _train_and_report(runs: Comparison, folder: pathlib.Path, resume: bool) -> i
     if stopped:
         console.print("Stopped early: a dash marks what was not measured.")
         if config.checkpoint.every:
-            console.print(f"Go on: echo-jax train --out {folder} --resume")
+            console.print(f"Go on: {_resume_command(folder, command)}", soft_wrap=True)
     return 130 if stopped else 0
+
+
+def _resume_command(folder: pathlib.Path, command: Train) -> str:
+    """What goes on with a run; where it runs is not in its configuration."""
+    words = f"echo-jax train --out {shlex.quote(str(folder))} --resume"
+    if command.device != Train.device:
+        words += f" --device {command.device}"
+    cluster = command.cluster
+    if cluster.coordinator is not None:
+        words += f" --coordinator {cluster.coordinator}"
+    if cluster.processes is not None:
+        words += f" --processes {cluster.processes} --process INDEX"
+    return words
 
 
 def _plotted(metrics: pathlib.Path, curves: pathlib.Path, is_first: bool) -> str:

@@ -18,6 +18,7 @@ _FREE = (
     "data.path",  # the same text may lie elsewhere; its checksum is compared
     "evaluate_every",
     "log_every",
+    "model.attention",  # the same function, rounded otherwise
     "mesh",  # the state is resharded
     "tensorboard",
     "variants",

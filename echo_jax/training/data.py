@@ -15,6 +15,7 @@ Tokens = UInt8[np.ndarray, "_"]  # a text, byte by byte
 Batch = Int32[np.ndarray, "batch length_plus_1"]
 
 _TEXT_SUFFIXES = (".md", ".py", ".rst", ".txt")
+_COMPRESSED = (".bz2", ".gz", ".xz", ".zip", ".zst")
 _SKIPPED_FOLDERS = ("idlelib", "lib2to3", "site-packages", "test", "tests")
 _MAX_BYTES = 16 << 20
 _PIECE_BYTES = 1 << 14
@@ -26,20 +27,27 @@ def read_text(path: pathlib.Path | None) -> Tokens:
 
     Args:
       path: what to read; None for the source of the standard library, which every
-        machine with Python has.
+        machine with Python has, and which is cut off after 16 MiB.
 
     Returns:
-      The bytes of the files in the order of their names, cut off after 16 MiB.
+      The bytes of the files in the order of their names.
 
     Raises:
-      ValueError: if there is nothing to read, or it cannot be read.
+      ValueError: if there is nothing to read, it cannot be read, or it is compressed
+        or larger than 16 MiB, which ``echo-jax prepare`` takes.
     """
     root = pathlib.Path(sysconfig.get_path("stdlib")) if path is None else path
     if not root.exists():
         raise ValueError(f"{root} does not exist: give a file or a folder of text.")
     skipped = _SKIPPED_FOLDERS if path is None else ()
     files = [root] if root.is_file() else _text_files(root, skipped)
-    parts, left = [], _MAX_BYTES
+    instead = f"Prepare it: echo-jax prepare {root} --out FOLDER."
+    if root.suffix in _COMPRESSED:
+        raise ValueError(
+            f"{root} is compressed, and is not read byte by byte. {instead}"
+        )
+    # One byte more shows that a user's text is longer.
+    parts, left = [], _MAX_BYTES + (path is not None)
     for file in files:
         try:
             with file.open("rb") as opened:
@@ -54,6 +62,11 @@ def read_text(path: pathlib.Path | None) -> Tokens:
         raise ValueError(
             f"{root} holds no text: give a file, or a folder with files ending in "
             f"{', '.join(_TEXT_SUFFIXES)}."
+        )
+    if text.size > _MAX_BYTES:
+        raise ValueError(
+            f"{root} holds more than the {_MAX_BYTES:,} bytes that are read byte by "
+            f"byte. {instead}"
         )
     return text
 

@@ -96,9 +96,9 @@ class GradientSync:
         sums = self.config.sums
         if sums.is_exact:
             return 0.0
-        return (
-            gaussian_stream_error(sums.format) * (2.0 if sums.feedback else 1.0) ** 0.5
-        )
+        roundings = 1 if sums.algorithm == "one-shot" else 2
+        once = gaussian_stream_error(sums.format, roundings=roundings)
+        return once * (2.0 if sums.feedback else 1.0) ** 0.5
 
     def per_rank(self, params: Any) -> Any:
         """Parameters that count as different on each data rank; the same values."""

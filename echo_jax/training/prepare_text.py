@@ -36,7 +36,7 @@ class PrepareConfig:
     vocab_size: int = 16_384  # of the tokenizer that is trained
     tokenizer: pathlib.Path | None = None  # a tokenizer.json to use instead
     separator: str | None = None  # text between two documents of a file
-    heldout_every: int = 64  # one piece of so many is held out, of 64 KiB each
+    heldout_every: int = 64  # one piece of so many is held out
     tokenizer_bytes: int = 64 << 20  # of text, spread evenly, that train a tokenizer
     shard_tokens: int = 1 << 26  # tokens in a file, at most
 
@@ -70,10 +70,10 @@ def write_corpus(
 
     The folder appears when everything in it is complete and on disk; until then its
     parts are in a folder beside it, which an error or Ctrl-C removes. The text is read
-    three times, piece by piece: it may be larger than memory.
+    three times (twice with a tokenizer), piece by piece: it may be larger than memory.
 
     Args:
-      path: a file (``.txt``, ``.xz``, any other as text), or a folder of them.
+      path: a file (``.xz``, any other as text), or a folder of text and ``.xz`` files.
       out: the folder to make.
       config: tokenizer, shards, what is held out.
       progress: called with a stage, the bytes it has done, and all bytes.
@@ -138,6 +138,9 @@ def _tokenizer(path, config: PrepareConfig, total: int, progress: Progress):
             ) from error
         if loaded.token_to_id(END_OF_TEXT) is None:
             loaded.add_special_tokens([END_OF_TEXT])
+        # Settings for batches of a model's inputs, which would cut the pieces of text.
+        loaded.no_truncation()
+        loaded.no_padding()
         return loaded
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

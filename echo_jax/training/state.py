@@ -26,7 +26,7 @@ class TrainState(NamedTuple):
     step: Any  # steps taken, an int32 scalar
     params: Any  # nested dict of arrays, sharded over the tensor axis
     opt_state: Any  # the optimizer's, sharded like the parameters
-    key: Any = None  # uint32 data of a random key, for what is drawn during training
+    key: Any = None  # uint32 data of a random key, for steps that draw; ours do not
     gradient_residual: Any = None  # GradientSyncState; None for exact means
 
 

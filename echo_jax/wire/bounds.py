@@ -27,7 +27,7 @@ import functools
 import math
 from typing import Literal
 
-from echo_jax.wire.format import WireFormat
+from echo_jax.wire.format import WireFormat, check_format
 
 # A bfloat16 has 8 significant bits: rounding a scale to nearest changes it by at most
 # this relative amount.
@@ -96,17 +96,21 @@ def gaussian_contraction(fmt: WireFormat) -> float:
     return contraction(fmt) * math.sqrt(square / 3.0)
 
 
-def gaussian_stream_error(fmt: WireFormat) -> float:
+def gaussian_stream_error(fmt: WireFormat, *, roundings: Literal[1, 2] = 2) -> float:
     """Root mean square error of the stream with feedback, relative to one exact sum.
 
     For Gaussian values that are independent from rank to rank. With ``k`` the Gaussian
     contraction and ``r = k**2 / (1 - k**2)``, the send residual has ``r`` times the
     variance of a rank's values and the reduce residual ``r (1 + 2 r)`` times that of
     the sum. Together this gives ``sqrt(2 r + 2 r**2)`` for any number of calls and
-    ranks; in one shot it would be ``sqrt(r)``.
+    ranks; in one shot, which rounds once, ``sqrt(r)``.
+
+    Args:
+      fmt: the wire format.
+      roundings: of each value: 2 in two shots, 1 in one.
     """
     owed = 1.0 / (1.0 / gaussian_contraction(fmt) ** 2 - 1.0)
-    return math.sqrt(2.0 * owed + 2.0 * owed**2)
+    return math.sqrt(owed if roundings == 1 else 2.0 * owed + 2.0 * owed**2)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -134,9 +138,10 @@ def error_bound(
 ) -> ErrorBound:
     """Bounds the residuals and the error of a sum of ``echo_psum`` outputs.
 
-    The bounds hold for every input, up to the rounding of float32 additions. They are
-    of sums in two shots; in one shot nothing is owed but the send residuals, and
-    ``ranks`` times their bound is that of the stream.
+    The bounds hold for every input, up to the rounding of float32 additions and to
+    blocks whose peak is under ``2**(bits - 121)``, which stay in the residual whole.
+    They are of sums in two shots; in one shot nothing is owed but the send residuals,
+    and ``ranks`` times their bound is that of the stream.
 
     Args:
       fmt: the wire format.
@@ -168,6 +173,7 @@ def error_bound(
     its own, and not with depth. Usual errors are smaller: see
     :func:`echo_jax.wire.typical_bound`.
     """
+    check_format(fmt)
     _check(ranks, peak, sum_peak, calls)
     loss = _storage_rounding(residual_dtype, calls, feedback)
     c = contraction(fmt)
@@ -251,6 +257,7 @@ def typical_bound(
     1963; the moment generating function of a uniform variable stays below that of the
     Gaussian with its variance.
     """
+    check_format(fmt)
     _check(ranks, peak, sum_peak, calls)
     loss = _storage_rounding(residual_dtype, calls, feedback)
     if values < 1 or not 0.0 < failure < 1.0:
@@ -314,10 +321,10 @@ def _storage_rounding(residual_dtype: str, calls: int | None, feedback: bool) ->
 
 
 def _check(ranks: int, peak: float, sum_peak: float | None, calls: int | None) -> None:
-    if ranks < 1 or not peak >= 0.0:
+    if type(ranks) is not int or ranks < 1 or not peak >= 0.0:
         raise ValueError(
-            "error_bound needs ranks >= 1 and peak >= 0, got "
-            f"ranks={ranks}, peak={peak}."
+            "error_bound needs an integer ranks >= 1 and peak >= 0, got "
+            f"ranks={ranks!r}, peak={peak}."
         )
     if sum_peak is not None and not sum_peak >= 0.0:
         raise ValueError(f"error_bound needs sum_peak >= 0 or None, got {sum_peak}.")

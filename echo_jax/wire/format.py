@@ -82,3 +82,16 @@ class WireFormat:
     def inverse_exponent(self) -> int:
         """The rotation out of block coordinates is ``2**-inverse_exponent * H``."""
         return self.block_size.bit_length() // 2
+
+
+def check_format(fmt: WireFormat) -> None:
+    """Refuses what is not a format.
+
+    Raises:
+      TypeError: naming what was given.
+    """
+    if not isinstance(fmt, WireFormat):
+        raise TypeError(
+            f"fmt must be a WireFormat, got {type(fmt).__name__}: that of an "
+            "EchoConfig is config.format."
+        )

@@ -15,9 +15,10 @@ import numpy as np
 from echo_jax.typing import Blocks, Codes, Scales
 from echo_jax.wire.format import WireFormat
 
-# A smaller scale counts as zero. Above it, the reciprocal and half of a scale are
-# normal floats.
-MIN_SCALE = 2.0**-120
+# A smaller scale counts as zero, and a larger one as not finite, which only blocks of 2
+# or 3 bits with values over 1e38 have. Between them, the reciprocal and half of a scale
+# are normal floats.
+MIN_SCALE, MAX_SCALE = 2.0**-120, 2.0**126
 
 # Bit patterns of float32: the mask of the fraction; the number one; and the mask of the
 # sign, the exponent and the upper half of the significand.
@@ -32,13 +33,13 @@ def scale_factor(fmt: WireFormat) -> np.float32:
 
 
 def block_scales(values: Blocks, fmt: WireFormat) -> Scales:
-    """The scale of each block: zero if too small, NaN if a value is not finite."""
+    """The scale of each block: zero if too small, NaN if too large or not finite."""
     peak = jnp.max(jnp.abs(values), axis=-1)
     # Not an astype to bfloat16 and back: GPU compilers remove such a pair, and the
     # codes and residual would then belong to another scale than the one that is sent.
     scales = jax.lax.reduce_precision(peak * scale_factor(fmt), 8, 7)
     scales = jnp.where(scales < MIN_SCALE, 0.0, scales)
-    return jnp.where(jnp.isfinite(peak), scales, jnp.nan)
+    return jnp.where(scales <= MAX_SCALE, scales, jnp.nan)
 
 
 def encode(values: Blocks, fmt: WireFormat) -> tuple[Codes, Scales]:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import echo_jax as echo
+from echo_jax.collectives import exact
 from tests.ranks import draw, on_ranks
 
 CONFIG = echo.EchoConfig(min_bytes=0)
@@ -142,6 +143,9 @@ def test_an_axis_that_is_not_bound(axis_name):
     _refused(lambda x: _residual(x, axis_name).send, ValueError, message)
     with pytest.raises(ValueError, match=message):
         echo.echo_psum(X, None, "tp", config=CONFIG)
+    for verb in (exact.psum, exact.pvary):
+        with pytest.raises(ValueError, match=message):
+            verb(X, "tp")
 
 
 def test_axis_names_that_are_none():

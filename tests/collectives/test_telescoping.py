@@ -179,6 +179,32 @@ def test_both_residuals_are_needed():
     assert error(0, 0) >= 6 * both
 
 
+@pytest.mark.parametrize(("shape", "block_size"), [((100, 128), 256), ((100, 20), 64)])
+def test_a_call_that_padding_makes_exact_repays(shape, block_size):
+    """With fewer bits the call before, on the same tensor, was not exact."""
+    fmt = echo.WireFormat(bits=4, block_size=block_size)
+    few = echo.EchoConfig(format=fmt, min_bytes=1, residual_dtype="float32")
+    many = few.with_bits(8)
+    x = jnp.asarray(draw(0, 4, *shape), jnp.bfloat16)
+    assert [echo.explain(shape, x.dtype, 4, config).path for config in (few, many)] == [
+        "echo",
+        "exact",
+    ]
+
+    def body(x):
+        residual = echo.init_residual(x, "tp", config=few)
+        first, residual = echo.echo_psum(x, residual, "tp", config=few)
+        second, residual = echo.echo_psum(x, residual, "tp", config=many)
+        return first.astype(jnp.float32) + second.astype(jnp.float32), residual
+
+    total, residual = on_ranks(body)(x)
+    assert not any(np.asarray(leaf).any() for leaf in jax.tree.leaves(residual))
+    wanted = 2 * np.asarray(x, np.float64).sum(axis=0)
+    error = np.linalg.norm(total[0] - wanted) / np.linalg.norm(wanted)
+    # Sums, and x with what is owed, are rounded to bfloat16; one 4-bit rounding is 0.1.
+    assert error <= 4 * 2.0**-8
+
+
 def test_scatter_and_gather_telescope_through_the_send_residual():
     ranks, calls = 3, 20
     config = _config(4)

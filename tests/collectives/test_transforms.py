@@ -1,5 +1,7 @@
 """Meshes of several axes, and jit, vmap, scan and donation around the calls."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -92,6 +94,37 @@ def test_c11_groups_of_a_larger_mesh_do_what_they_would_alone(
         exact = 1.5 * inputs.astype(np.float64).sum(axis=0)
         total = outputs[0].astype(np.float64).sum(axis=0) + rests[0]
         assert np.linalg.norm(total - exact) <= 2e-5 * np.linalg.norm(exact)
+
+
+@pytest.mark.parametrize("min_bytes", [0, 1 << 20])
+def test_several_axes_of_simulated_ranks_are_one(min_bytes):
+    """Every verb and its gradient, bit for bit as over a single axis."""
+    config = dataclasses.replace(CONFIG, min_bytes=min_bytes)
+    one_shot = dataclasses.replace(config, algorithm="one-shot")
+    # Integers, so that sums do not depend on the order of ranks.
+    xs = np.random.default_rng(0).integers(-99, 99, (6, 12, 70)).astype(np.float32)
+
+    def verbs(x, name):
+        residual = echo.init_residual(x, name, config=config)
+        outputs = [
+            echo.echo_psum(x, residual, name, config=c)[0] for c in (config, one_shot)
+        ]
+        for verb in (echo.echo_psum_scatter, echo.echo_all_gather):
+            for tiled in (True, False):
+                if verb is echo.echo_psum_scatter and not tiled:
+                    continue
+                call = lambda x, v=verb, t=tiled: v(  # noqa: E731
+                    x, None, name, config=config, tiled=t
+                )[0]
+                y, transpose = jax.vjp(call, x)
+                outputs += [y, *transpose(jnp.round(y))]
+        return outputs
+
+    one = jax.jit(jax.vmap(lambda x: verbs(x, "tp"), axis_name="tp"))(xs)
+    inner = jax.vmap(lambda x: verbs(x, ("pp", "tp")), axis_name="tp")
+    both = jax.jit(jax.vmap(inner, axis_name="pp"))(xs.reshape(2, 3, 12, 70))
+    for a, b in zip(one, both, strict=True):
+        np.testing.assert_array_equal(a, np.asarray(b).reshape(a.shape))
 
 
 def test_c11_a_shard_map_over_one_axis_only_and_an_explicit_mesh():

@@ -1,13 +1,23 @@
 """Echo is advised where, and only where, it is predicted to pay."""
 
 import dataclasses
+import math
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import echo_jax as echo
-from echo_jax.cost_model import Message, advise, break_even, decoder_messages
+from echo_jax.cost_model import (
+    CodecSpeed,
+    CostModel,
+    ExactSpeed,
+    Link,
+    Message,
+    advise,
+    break_even,
+    decoder_messages,
+)
 from echo_jax.cost_model.advice import CHUNKS
 from echo_jax.models import DecoderConfig
 from echo_jax.models.traffic import stream_traffic
@@ -15,6 +25,7 @@ from tests.cost_model.models import LAN, models
 
 FAST = LAN.over(1e12)  # on which the codec takes longer than the exact bytes
 FAST = dataclasses.replace(FAST, exact=dataclasses.replace(LAN.exact, byte_seconds=0.0))
+ROUNDING = 1e-12  # of sums of a few times, relative
 MESSAGES = st.lists(
     st.builds(
         Message, message_bytes=st.integers(1, 1 << 30), calls=st.integers(1, 100)
@@ -24,19 +35,73 @@ MESSAGES = st.lists(
 )
 
 
+def times_of(model, messages, pieces) -> tuple[float, float]:
+    """Seconds of all of them, exact and through the codec."""
+    exact = [m.calls * model.exact_seconds(m.message_bytes) for m in messages]
+    few = [m.calls * model.echo_seconds(m.message_bytes, pieces) for m in messages]
+    return math.fsum(exact), math.fsum(few)
+
+
 @given(models(), MESSAGES, st.sampled_from([0.0, 0.1, 0.5]))
 def test_echo_is_never_advised_where_it_is_predicted_to_be_slower(
     model, messages, margin
 ):
+    """Neither all that it sends nor the smallest message of it."""
     advice = advise(model, messages, margin=margin)
-    for message in messages:
-        exact = model.exact_seconds(message.message_bytes)
-        few = model.echo_seconds(message.message_bytes, advice.num_chunks)
-        if advice.takes_echo(message):
-            assert exact > (1 + margin) * few
+    sent = sorted(filter(advice.takes_echo, messages), key=lambda m: m.message_bytes)
+    for some in (sent, sent[:1]):
+        exact, few = times_of(model, some, advice.num_chunks)
+        assert exact >= (1 + margin) * few * (1 - ROUNDING)
     assert advice.advised_seconds <= advice.all_exact_seconds
     assert advice.gain(compute_seconds=1e-3) >= 1
-    assert (advice.path == "echo") == any(map(advice.takes_echo, messages))
+    assert (advice.path == "echo") == bool(sent)
+
+
+@given(models(), MESSAGES, st.sampled_from([0.0, 0.1, 0.5]), st.sampled_from(CHUNKS))
+def test_no_other_threshold_would_be_better(model, messages, margin, pieces):
+    """If few bits count as longer by the margin; without a margin, in plain time."""
+
+    def counted(sent):
+        exact, _ = times_of(model, [m for m in messages if m not in sent], pieces)
+        return exact + (1 + margin) * times_of(model, sent, pieces)[1]
+
+    advice = advise(model, messages, chunks=[pieces], margin=margin)
+    least = counted([m for m in messages if advice.takes_echo(m)])
+    for size in (math.inf, *(m.message_bytes for m in messages)):
+        sent = [m for m in messages if m.message_bytes >= size]
+        assert least <= counted(sent) * (1 + ROUNDING)
+
+
+@given(models(), st.integers(1, 1 << 30), st.sampled_from([0.0, 0.2]))
+def test_of_one_size_the_advice_is_the_break_even(model, size, margin):
+    message = Message(message_bytes=size, calls=7)
+    advice = advise(model, [message], margin=margin)
+    pieces = advice.num_chunks
+    least = break_even(model, num_chunks=pieces, margin=margin, largest=size)
+    assert advice.min_bytes == least
+
+
+def test_a_large_message_that_gains_less_leaves_the_others_their_gain():
+    """The burst lets the codes of the smaller ones pass, not those of the large one."""
+    model = CostModel(
+        ranks=2,
+        link=Link(latency_seconds=0.0, bytes_per_second=125e6, burst_bytes=64 << 20),
+        exact=ExactSpeed(),
+        codec=CodecSpeed(piece_seconds=0.0, value_seconds=2 * 0.575 / 125e6),
+    )
+    small = Message(message_bytes=230 << 20, calls=100)
+    large = Message(message_bytes=6 << 30)
+    ratios = [times_of(model, [m], 1) for m in (small, large)]
+    gains = [exact / few for exact, few in ratios]
+    assert gains[0] > 1.2 > gains[1] > 1
+    assert advise(model, [large]).path == "exact"
+    advice = advise(model, [small, large])
+    assert advice.all_exact_seconds == pytest.approx(190.3, abs=0.1)
+    assert advice.advised_seconds == pytest.approx(153.8, abs=0.1)
+    assert all(map(advice.takes_echo, (small, large)))
+    # Fewer of the small ones do not make up for the large one.
+    few = dataclasses.replace(small, calls=1)
+    assert advise(model, [few, large]).path == "exact"
 
 
 @given(models(), MESSAGES)

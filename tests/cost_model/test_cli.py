@@ -2,10 +2,11 @@
 
 import dataclasses
 import json
+import re
 
 import pytest
 
-from echo_jax import EchoConfig, cli, cli_advise
+from echo_jax import EchoConfig, WireFormat, cli, cli_advise
 from echo_jax.cost_model import (
     CodecSpeed,
     CostModel,
@@ -13,6 +14,7 @@ from echo_jax.cost_model import (
     Link,
     Message,
     advise,
+    project,
 )
 from tests.cost_model.models import LAN
 
@@ -59,6 +61,57 @@ def test_where_few_bits_do_not_pay_it_says_so(calibration, capsys):
     text = said(capsys, "--load", calibration, "--sizes", "4096", "--share", "0.5")
     assert "Few bits do not pay for these messages: EchoConfig().exact()" in text
     assert "All of it: 1.00 times" in text
+
+
+def printed(text: str) -> EchoConfig:
+    """The configuration that the command has printed, evaluated."""
+    found = re.search(
+        r"EchoConfig\(.*\)(?=: smaller)|EchoConfig\(.*\)\.exact\(\)", text
+    )
+    return eval(found[0], {"EchoConfig": EchoConfig, "WireFormat": WireFormat})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "config"),
+    [
+        ([], EchoConfig()),
+        (
+            ["--bits", "3", "--no-feedback", "--residual-dtype", "int8"],
+            EchoConfig(
+                format=WireFormat(bits=3), feedback=False, residual_dtype="int8"
+            ),
+        ),
+        (
+            ["--block-size", "16", "--no-rotate", "--algorithm", "one-shot"],
+            EchoConfig(
+                format=WireFormat(block_size=16, rotate=False), algorithm="one-shot"
+            ),
+        ),
+        (["--backend", "xla"], EchoConfig(backend="xla")),
+    ],
+)
+@pytest.mark.parametrize("size", [1 << 12, 1 << 30])
+def test_what_is_printed_evaluates_to_what_is_advised(arguments, config, size, capsys):
+    given = ("--machine", "h200", "--ranks", "2", "--sizes", size)
+    text = said(capsys, *given, *arguments)
+    times = project("h200", 2, config=config)
+    advice = advise(times, [Message(message_bytes=size)])
+    assert advice.path == ("exact" if size == 1 << 12 else "echo")
+    assert printed(text) == advice.configure(config)
+
+
+def test_the_settings_that_were_calibrated_are_printed(tmp_path, capsys):
+    path = tmp_path / "three.json"
+    config = EchoConfig(format=WireFormat(bits=3), residual_dtype="int4")
+    model = dataclasses.replace(LAN, config=config)
+    model.save(path)
+    advice = advise(model, [Message(message_bytes=1 << 26)])
+    text = said(capsys, "--load", path, "--sizes", 1 << 26)
+    assert "EchoConfig(format=WireFormat(bits=3), min_bytes=" in text
+    assert printed(text) == advice.configure(config)
+    # Options that say what was calibrated change nothing, and are not refused.
+    again = ("--bits", 3, "--residual-dtype", "int4", "--tensor-ranks", 4)
+    assert said(capsys, "--load", path, "--sizes", 1 << 26, *again) == text
 
 
 def test_the_algorithm_that_was_calibrated_is_among_the_settings(tmp_path, capsys):
@@ -131,7 +184,25 @@ def test_a_mesh_is_calibrated_and_saved(tmp_path, monkeypatch, capsys):
         (["--machine", "h200", "--ranks", "12"], "ranks=12 must fill nodes"),
         (["--model", "missing"], "missing does not exist"),
         (["--load", "lan.json", "--dtype", "float32"], "was calibrated for float16"),
-        (["--load", "lan.json", "--algorithm", "one-shot"], "algorithm=two-shot"),
+        (["--load", "lan.json", "--algorithm", "one-shot"], "algorithm=one-shot"),
+        (
+            [
+                *("--load", "lan.json", "--bits", "8", "--block-size", "16"),
+                *("--tensor-ranks", "8"),
+            ],
+            "lan.json was not calibrated with tensor_ranks=8, bits=8, block_size=16: "
+            "leave this away, calibrate again without load, or assume a machine",
+        ),
+        (["--load", "lan.json", "--path", "exact"], "with path=exact: leave"),
+        (["--load", "lan.json", "--no-rotate"], "with rotate=False: leave"),
+        (["--load", "lan.json", "--no-feedback"], "with feedback=False: leave"),
+        (["--load", "lan.json", "--min-bytes", "0"], "with min_bytes=0: leave"),
+        (["--load", "lan.json", "--num-chunks", "4"], "with num_chunks=4: leave"),
+        (["--load", "lan.json", "--backend", "xla"], "with backend=xla: leave"),
+        (["--load", "lan.json", "--device", "cpu"], "with device=cpu: leave"),
+        (["--load", "lan.json", "--coordinator", "auto"], "with coordinator=auto"),
+        (["--load", "lan.json", "--ethernet-gbit", "9"], "with ethernet_gbit=9.0"),
+        (["--load", "lan.json", "--ranks-per-node", "2"], "with ranks_per_node=2"),
         (["--load", "lan.json", "--margin", "-1"], "margin=-1.0"),
         (["--load", "lan.json", "--margin", "nan"], "margin=nan"),
         (["--compute-ms", "nan"], "must be at least 0, and finite"),

@@ -22,3 +22,14 @@ def test_keys_and_values_lie_in_the_slots_after_those_in_use(x64):
             np.testing.assert_array_equal(keys, wanted)
             np.testing.assert_array_equal(values, -wanted)
             assert not np.asarray(written.key[0]).any()
+
+
+def test_tokens_without_slots_do_not_go_unnoticed():
+    slots = jnp.zeros((1, 1, 4, 2, 8), jnp.float32)
+    full = KVCache(slots, slots, jnp.int32(3), jnp.zeros(1, jnp.int32))
+    new = jnp.ones((1, 2, 2, 8), jnp.float32)
+    layer, more = jnp.int32(0), jnp.ones((1, 5, 2, 8), jnp.float32)
+    _, values = read_layer(jax.jit(write_layer)(full, layer, new, new), layer)
+    assert np.isnan(values).any()
+    with pytest.raises(ValueError, match="5 tokens do not fit into 4 slots"):
+        write_layer(full, layer, more, more)

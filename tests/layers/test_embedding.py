@@ -38,6 +38,26 @@ def test_sum_over_ranks_is_the_lookup(size):
     )
 
 
+@pytest.mark.parametrize(("dtype", "size"), [("uint8", 256), ("uint16", 65536)])
+def test_token_ids_may_fill_their_dtype(dtype, size):
+    """Files of tokens hold no more bits than the vocabulary needs."""
+    build = lambda: VocabParallelEmbed(size, 4, rngs=modules.rngs())  # noqa: E731
+    params, tokens = modules.init(build), jnp.asarray([0, 3, size - 1], dtype)
+    lookup = modules.simulated(lambda m, t: lax.psum(m(t), AXIS), build, 4)
+    rows = params["embedding"][tokens.astype(int)]
+    np.testing.assert_array_equal(lookup(params, tokens)[0], rows)
+    logits = jax.random.normal(jax.random.key(0), (3, 4, size // 4))
+    losses = jax.vmap(
+        lambda logits: vocab_parallel_cross_entropy(logits, tokens, AXIS),
+        in_axes=1,
+        axis_name=AXIS,
+    )(logits)
+    wanted = optax.losses.softmax_cross_entropy_with_integer_labels(
+        logits.reshape(3, size), tokens.astype(int)
+    )
+    np.testing.assert_allclose(losses[0], wanted, rtol=1e-6)
+
+
 def test_each_token_is_one_ranks():
     params = modules.init(build_embed)
     parts = modules.simulated(lambda m, t: m(t), build_embed, 8)(

@@ -87,6 +87,19 @@ def test_the_manifest_counts_what_is_there(folder):
     assert not list(folder.parent.glob(".*partial"))
 
 
+def test_a_tokenizer_that_cuts_and_pads_inputs_does_neither_to_a_text(tmp_path, folder):
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.enable_truncation(16)
+    tokenizer.enable_padding(length=1 << 16)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    config = dataclasses.replace(SMALL, tokenizer=tmp_path / "tokenizer.json")
+    write_corpus(folder.parent / "book.txt", tmp_path / "out", config=config)
+    for part in ("training", "heldout"):
+        np.testing.assert_array_equal(
+            tokens_of(tmp_path / "out", part), tokens_of(folder, part)
+        )
+
+
 def test_shards_are_cut_at_their_limit(tmp_path, folder):
     config = dataclasses.replace(SMALL, shard_tokens=10_000)
     tokenizer = folder / "tokenizer.json"

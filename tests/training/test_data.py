@@ -25,6 +25,22 @@ def test_a_file_and_a_folder(tmp_path):
     assert data.read_text(tmp_path / "b.txt").tobytes() == b"second"
 
 
+def test_what_is_not_read_byte_by_byte_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(data, "_MAX_BYTES", 8)
+    text = tmp_path / "book.txt"
+    text.write_text("8 bytes.")
+    assert data.read_text(text).tobytes() == b"8 bytes."
+    text.write_text("9 bytes..")
+    with pytest.raises(ValueError, match=r"more than the 8 bytes.*echo-jax prepare"):
+        data.read_text(text)
+    with pytest.raises(ValueError, match="more than"):
+        data.read_text(tmp_path)
+    assert data.read_text(None).size == 8  # Python's own is larger than anyone needs
+    packed = text.rename(tmp_path / "book.txt.xz")
+    with pytest.raises(ValueError, match=r"compressed.*echo-jax prepare"):
+        data.read_text(packed)
+
+
 def test_nothing_to_read(tmp_path):
     with pytest.raises(ValueError, match="does not exist"):
         data.read_text(tmp_path / "missing")

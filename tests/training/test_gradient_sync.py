@@ -66,10 +66,12 @@ def test_the_error_does_not_grow_with_steps_and_without_feedback_it_does():
     assert 4.0 <= errors(sums={"feedback": False}) <= 8.0
 
 
+@pytest.mark.parametrize("algorithm", ["two-shot", "one-shot"])
 @pytest.mark.parametrize("feedback", [True, False])
-def test_errors_of_single_steps_are_as_expected(feedback):
+def test_errors_of_single_steps_are_as_expected(feedback, algorithm):
     """And with them what Adam divides by: mean squares grow by the square of it."""
-    sync, seeds = sync_of(sums={"feedback": feedback}), range(1, 12)
+    sync = sync_of(sums={"feedback": feedback, "algorithm": algorithm})
+    seeds = range(1, 12)
     state = sync.create(params(), mesh(data=8, tensor=1))
     means, _ = run(sync, state, stepper(sync, 8, 1), seeds, 8)
     exact = [exact_total([seed], 8)["kernel"] for seed in seeds]

@@ -1,4 +1,5 @@
 import math
+import types
 
 import jax
 import jax.numpy as jnp
@@ -146,6 +147,7 @@ def test_output_is_the_stream_outside_block_coordinates():
     ("arguments", "message"),
     [
         ({"ranks": 0}, "ranks >= 1"),
+        ({"ranks": 2.5}, "integer ranks"),
         ({"ranks": 2, "peak": -1.0}, "peak >= 0"),
         ({"ranks": 2, "peak": math.nan}, "peak >= 0"),
         ({"ranks": 2, "peak": math.inf}, "overflows"),
@@ -155,9 +157,17 @@ def test_output_is_the_stream_outside_block_coordinates():
         ({"ranks": 2, "feedback": False, "calls": -3}, "calls"),
     ],
 )
+@pytest.mark.usefixtures("as_shipped")
 def test_refused_arguments(arguments, message):
     with pytest.raises(ValueError, match=message):
         error_bound(WireFormat(), **arguments)
+
+
+@pytest.mark.usefixtures("as_shipped")
+def test_a_configuration_is_no_format():
+    config = types.SimpleNamespace(format=WireFormat())
+    with pytest.raises(TypeError, match=r"that of an EchoConfig is config\.format"):
+        error_bound(config, ranks=2)
 
 
 @pytest.mark.parametrize("rotate", [False, True])

@@ -110,6 +110,20 @@ def test_a_block_that_is_not_finite_has_a_nan_scale_and_owes_nothing(bad):
     assert np.isfinite(left).all()
 
 
+@pytest.mark.parametrize("bits", [2, 3])
+def test_a_scale_without_a_normal_reciprocal_counts_as_not_finite(bits):
+    fmt = WireFormat(bits=bits, block_size=16, rotate=False)
+    peak = 2.0**126 / float(quantizer.scale_factor(fmt))
+    values = np.full((2, 16), -peak, np.float32)
+    values[1] *= 1.01
+    codes, scales = _encode(values, fmt)
+    assert scales[0] == 2.0**126
+    assert np.isnan(scales[1])
+    decoded = quantizer.decode(jnp.asarray(codes), jnp.asarray(scales), fmt)
+    np.testing.assert_allclose(decoded[0], values[0], rtol=2.0**-7)
+    assert np.isnan(decoded[1]).all()
+
+
 def test_a_value_that_decodes_to_infinity_owes_nothing():
     """At the very end of float32's range, where rounding the scale passes it."""
     fmt = WireFormat(bits=4, block_size=16, rotate=False)
