@@ -213,7 +213,11 @@ class CostModel:
         return dataclasses.replace(self, link=link)
 
     def save(self, path: str | os.PathLike) -> None:
-        """Writes the model as JSON; :meth:`load` reads it."""
+        """Writes the model as JSON; :meth:`load` reads it.
+
+        Raises:
+          OSError: if the file, or its folder, cannot be written.
+        """
         path = pathlib.Path(path)
         entries = dataclasses.asdict(self)
         if math.isinf(self.link.bytes_per_second):
