@@ -345,6 +345,7 @@ def main() -> None:
         settings = dataclasses.replace(
             settings,
             sizes=(MIB >> 4,),
+            only=("default settings", "4 bits, 2 pieces", "4 bits, one shot"),
             seconds=60.0,
             repetitions=1,
             chain=2,
