@@ -40,15 +40,8 @@ def pytest_addoption(parser):
     )
 
 
-# Files of minutes, some of a single test: a worker that began with one of them at the
-# end would leave the other one idle.
-_FIRST = ("multiprocess", "training", "test_cli", "notebooks", "models", "docs")
-_FIRST = tuple(f"tests/{name}" for name in _FIRST)
-
-
 def pytest_collection_modifyitems(config, items):
-    """Long files first; no long tests, unless ``--long`` or ``-m`` asks for them."""
-    items.sort(key=lambda item: not item.nodeid.startswith(_FIRST))
+    """Leaves the long tests out unless ``--long`` or ``-m`` asks for them."""
     if config.getoption("--long") or config.getoption("-m"):
         return
     long = [item for item in items if item.get_closest_marker("long")]

@@ -90,7 +90,6 @@ def test_exact_ranks_change_nothing(size, changes):
     assert relative(other_gradient, gradient) < 1e-5
 
 
-@pytest.mark.long
 def test_feedback_halves_the_gradient_error():
     """On six layers; without feedback the errors of all of them add up."""
     config = dataclasses.replace(CONFIG, num_layers=6)

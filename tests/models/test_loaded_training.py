@@ -79,7 +79,6 @@ def test_a_padded_model_has_the_gradients_of_the_model(name, ranks):
         np.testing.assert_allclose(found[path], values, rtol=0, atol=2e-5 * scale)
 
 
-@pytest.mark.long
 def test_padding_stays_zero_in_training_in_few_bits():
     model = models.load(FIXTURES / "llama", tensor_mesh(8), trainable=True)
     params = trained(model, "llama", FOUR_BITS)
