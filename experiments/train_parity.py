@@ -4,7 +4,9 @@ Trains a decoder in bfloat16 on prepared text, its tensor-parallel ranks simulat
 one device by ``vmap``, the code path of shard_map: exact sums, 4 bits both ways, 4 bits
 forward alone, without feedback, 3 bits, 8 bits at the ends. Same parameters, same text
 in the same order, same schedule. All are compared with the exact run on the same
-held-out batches at the same step; the longest comparison of each is its result.
+held-out batches at the same step; the longest comparison of each is its result. What a
+run has learned is at the end read with exact sums too: the rest of its gap is of
+reading alone.
 
     echo-jax prepare books.txt.xz --out books --vocab-size 16384
     python experiments/train_parity.py --data books --work runs/parity --minutes 9
@@ -19,8 +21,10 @@ the runs have come, or when every variant there is complete.
 import dataclasses
 import json
 import pathlib
+import statistics
 import tempfile
 import time
+from typing import NamedTuple
 
 import tyro
 
@@ -160,7 +164,7 @@ class Settings:
 def train(settings: Settings, name: str, deadline: float) -> bool:
     """Goes on with one run; whether it is complete."""
     folder, target = settings.work / name, settings.target(name)
-    measured = heldout(settings, name)
+    measured = heldout(settings, name).by_step
     if target in measured or time.time() > deadline:
         return target in measured
     corpus = Manifest.load(settings.data)
@@ -179,6 +183,8 @@ def train(settings: Settings, name: str, deadline: float) -> bool:
             break
         measured[milestone] = run.heldout_losses()
         content = {"corpus": corpus.checksum, "losses": measured}
+        if milestone == target and name != "exact":
+            content["read_exactly"] = run.heldout_losses(runs.config.plan("exact"))
         (folder / "heldout.json").write_text(json.dumps(content))
         loss = sum(measured[milestone]) / len(measured[milestone])
         speed = run.result.tokens_per_second or 0
@@ -190,25 +196,33 @@ def train(settings: Settings, name: str, deadline: float) -> bool:
     return target in measured
 
 
-def heldout(settings: Settings, name: str) -> dict[int, list[float]]:
-    """The held-out losses of every batch, by step, as far as a run has come."""
+class Heldout(NamedTuple):
+    """The held-out losses of a run, batch by batch."""
+
+    by_step: dict[int, list[float]]
+    read_exactly: list[float] | None  # at the last step, with exact sums
+
+
+def heldout(settings: Settings, name: str) -> Heldout:
+    """What was measured, as far as a run has come."""
     path = settings.work / name / "heldout.json"
     if not path.exists():
-        return {}
+        return Heldout({}, None)
     content = json.loads(path.read_text())
     if content["corpus"] != Manifest.load(settings.data).checksum:
         raise SystemExit(f"{path} is of another text than {settings.data}")
-    return {int(step): losses for step, losses in content["losses"].items()}
+    by_step = {int(step): losses for step, losses in content["losses"].items()}
+    return Heldout(by_step, content.get("read_exactly"))
 
 
 def summarize(settings: Settings) -> None:
     """Appends what the runs have come to: curves, last losses, gaps to exact."""
-    exact = heldout(settings, "exact")
+    exact = heldout(settings, "exact").by_step
     if not exact:
         raise SystemExit(f"{settings.work} holds no exact run to compare with")
     corpus = Manifest.load(settings.data)
     for name in settings.variants:
-        measured = heldout(settings, name)
+        measured, read_exactly = heldout(settings, name)
         if not measured:
             print(f"{name:13} has not come to its first held-out loss")
             continue
@@ -218,16 +232,26 @@ def summarize(settings: Settings) -> None:
         writer = RecordWriter(settings.out, origin=origin)
         write_curves(settings, writer, name, corpus)
         for step in sorted(set(measured) & set(exact)):
-            result = RunResult(variant=RUNS[name][0], heldout=measured[step])
-            baseline = RunResult(variant="exact", heldout=exact[step])
-            figures = [("heldout_loss", result.heldout_loss, "nats", None, None)]
+            loss = statistics.fmean(measured[step])
+            figures = [("heldout_loss", loss, "nats", None, None)]
             if name != "exact":
-                gap = gap_percent(result, baseline)
-                spread = gap_spread_percent(result, baseline)
-                figures.append(("heldout_gap_percent", gap, "%", spread, "exact"))
-                print(f"{name:13} step {step:6} gap {gap:+.3f} +- {spread:.3f} %")
+                figures.append(gap("heldout_gap", measured[step], exact[step]))
+            if read_exactly and step == max(measured):
+                figures.append(gap("exact_reading_gap", read_exactly, exact[step]))
             for figure in figures:
                 write(settings, writer, name, step, corpus, figure)
+                if figure[-1] == "exact":
+                    metric, value, _, spread, _ = figure
+                    print(f"{name:13} {step:6} {metric} {value:+.3f} +- {spread:.3f}")
+
+
+def gap(name: str, losses: list[float], exact: list[float]) -> tuple:
+    """How far losses are above those of the exact run on the same batches."""
+    result = RunResult(variant="echo", heldout=losses)
+    baseline = RunResult(variant="exact", heldout=exact)
+    value = gap_percent(result, baseline)
+    spread = gap_spread_percent(result, baseline)
+    return f"{name}_percent", value, "%", spread, "exact"
 
 
 def write_curves(settings: Settings, writer, name: str, corpus: Manifest) -> None:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from echo_jax.plan import DepthPlan
 from echo_jax.records import RecordWriter
 from echo_jax.training.checkpoint import (
     Checkpoints,
@@ -383,14 +384,21 @@ class TrainingRun:
         self._checkpoints.save(Snapshot(self.state, self._position or {}, losses))
         self._saved = done
 
-    def heldout_losses(self) -> list[float]:
-        """The loss of every held-out batch with the parameters as they are now."""
+    def heldout_losses(self, plan: DepthPlan | None = None) -> list[float]:
+        """The loss of every held-out batch with the parameters as they are now.
+
+        Args:
+          plan: of the all-reduces, if not the one that the run trains with.
+        """
         sizes, source, rows = self.config.data, self.runs.source, self._feeder.rows
+        loss = self._loss
+        if plan is not None:
+            loss = make_eval_step(self._parts, self.runs.mesh, plan=plan)
         losses = []
         for index in range(sizes.heldout_batches):
             batch = source.heldout_batch(sizes, index=index, rows=rows)
             placed = self._feeder.place(batch)
-            losses.append(float(self._loss(self.state.params, placed)))
+            losses.append(float(loss(self.state.params, placed)))
         return losses
 
     def _measure_speed(self, clock: StepClock) -> None:

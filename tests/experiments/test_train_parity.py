@@ -22,15 +22,15 @@ def _corpus(monkeypatch):
     monkeypatch.setattr(train_parity, "Manifest", manifest)
 
 
-def write_losses(folder: pathlib.Path, losses: list[float], corpus="this"):
+def write_losses(folder: pathlib.Path, losses: list[float], corpus="this", **more):
     folder.mkdir()
-    content = {"corpus": corpus, "losses": {"20": losses}}
+    content = {"corpus": corpus, "losses": {"20": losses}, **more}
     (folder / "heldout.json").write_text(json.dumps(content))
 
 
 def test_a_summary_takes_runs_as_far_as_they_have_come(tmp_path):
-    for name, losses in (("exact", [2.0, 2.2]), ("echo", [2.1, 2.2])):
-        write_losses(tmp_path / name, losses)
+    write_losses(tmp_path / "exact", [2.0, 2.2])
+    write_losses(tmp_path / "echo", [2.1, 2.2], read_exactly=[2.0, 2.2])
     ran = tmp_path / "echo" / "metrics.jsonl"
     config = {"variant": "echo", "step": 20}
     RecordWriter(ran).write(
@@ -50,6 +50,9 @@ def test_a_summary_takes_runs_as_far_as_they_have_come(tmp_path):
     }
     assert {variant for variant, _ in found} == {"exact", "echo"}
     assert found["echo", "heldout_gap_percent"]["device"] == "1 x GPU"
+    assert found["echo", "heldout_gap_percent"]["value"] == pytest.approx(5 / 2.1)
+    # What was learned is that of the exact run; the gap is all of reading.
+    assert found["echo", "exact_reading_gap_percent"]["value"] == 0
     assert found["exact", "heldout_loss"]["device"] == here["device"]
     assert {record["config"]["corpus"] for record in found.values()} == {"this"}
 
