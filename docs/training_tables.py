@@ -17,25 +17,26 @@ _VARIANTS = {
 SECTIONS = (
     ("Training on a real corpus", "train_parity", "train-parity",
      "A decoder of 44 M parameters in bfloat16, eight tensor-parallel ranks simulated "
-     "on one H200, 32,768 tokens a step, one seed: held-out loss above that of the run "
-     "with exact sums after the same tokens, in percent, with the standard error over "
-     "16 held-out batches where it was kept; and tokens a second beside those of the "
+     "on one H200, 32,768 tokens a step: held-out loss above that of the run with "
+     "exact sums after the same tokens, in percent, with the standard error over 16 "
+     "held-out batches where it was kept; *read exactly* is the last of them when the "
+     "held-out text is read with exact sums; and tokens a second beside those of the "
      "exact run, on several machines of one kind, whose speeds differ as much as the "
      "variants': *edges* sends more bits than the first row and was faster. The text "
      "has 36 M tokens and was read about eight times; the learning rate falls to zero "
-     "over the last fifth. The shorter runs stopped on the way. The last row is of "
-     "another version, with cuDNN's attention where the others have XLA's, and of the "
-     "same books cut into other pieces and held out otherwise; it is compared with an "
-     "exact run of its own. So far apart are two runs of one kind: the error over "
-     "batches says nothing of it. Give `--data`, a folder that `echo-jax prepare` "
-     "wrote, and `--work`."),
+     "over the last fifth. The shorter runs stopped on the way. Each run has an exact "
+     "one of its own: the first is of an earlier version, with XLA's attention, the "
+     "second of the same books cut into other pieces and held out otherwise, the third "
+     "is the second with another seed. So far apart are runs of one kind: the error "
+     "over batches says nothing of it. Give `--data`, a folder that `echo-jax prepare` "
+     "wrote, and `--work`; for the third run `--seed 1 --other-tokens 300000000`."),
     ("Training a deep decoder", "train_parity", "train-parity-deep",
      "The same with 32 layers, 36 M parameters and a schedule of 100 M tokens, for "
      "which the text is read about three times, by "
-     "`--layers 32 --width 256 --tokens 100000000`, with cuDNN's attention: here 3 "
-     "bits with feedback are nearer to exact sums than 4 bits without it, at every "
-     "point that both have on one text. Without feedback the end was reached on the "
-     "text prepared again alone, 4 bits with feedback did not reach it."),
+     "`--layers 32 --width 256 --tokens 100000000`, with cuDNN's attention. The first "
+     "run is of the books cut as in the first run above, and of it not all variants "
+     "came to the end; the second is complete. Here 3 bits with feedback are nearer "
+     "to exact sums than 4 bits without it at every point."),
     ("Devices and simulated ranks", "device_training", "device-training",
      "Two ranks, 50 steps, at most so many percent between the losses of a step: ranks "
      "on devices of their own against ranks simulated on one, and, as a scale, exact "
@@ -51,44 +52,53 @@ SECTIONS = (
 def parity_table(
     records: list[dict], *, layers: int = 8, points: int = 6
 ) -> tuple[tuple, Rows]:
-    """One row a variant and text: its gap to the exact run after more and more tokens.
+    """One row a variant and run: its gap to the exact run after more and more tokens.
 
-    Runs on one text are compared with each other alone.
+    Variants on one text with one seed are one run, and compared with each other alone.
     """
-    gaps: dict[tuple, dict[int, str]] = {}
+    gaps: dict[tuple, dict[int, str]] = {}  # after millions of tokens
+    reading: dict[tuple, str] = {}
     speeds: dict[tuple, float] = {}
-    texts: list[str | None] = []  # checksums, in the order of the records
+    runs: list[tuple] = []  # text and seed, in the order of the records
     for record in records:
         config = record["config"]
         if config["layers"] != layers:
             continue
-        text, variant = config.get("corpus"), config["variant"]
-        if text not in texts:
-            texts.append(text)
+        run, variant = (config.get("corpus"), record["seed"]), config["variant"]
+        if run not in runs:
+            runs.append(run)
         if record["metric"] == "heldout_gap_percent":
-            error = record["spread"]
-            gap = f"{record['value']:+.2f}" + (f" ± {error:.2f}" if error else "")
-            gaps.setdefault((text, variant), {})[config["tokens"]] = gap
+            tokens = round(config["tokens"] / 1e6)
+            gaps.setdefault((run, variant), {})[tokens] = _gap(record)
+        elif record["metric"] == "reading_gap_percent" and config["reading"] == "exact":
+            reading[run, variant] = _gap(record)
         elif record["metric"] == "tokens_per_second":
-            speeds[text, variant] = record["value"]
+            speeds[run, variant] = record["value"]
     longest = sorted(max(gaps.values(), key=len, default={}))
     stops = _spaced(longest, points)
     rows = []
-    for number, text in enumerate(texts):
-        for variant, name in _VARIANTS.items():
-            run = (text, variant)
-            if run not in gaps:
+    for variant, name in _VARIANTS.items():
+        for number, run in enumerate(runs, start=1):
+            row = (run, variant)
+            if row not in gaps:
                 continue
-            speed = speeds[run] / speeds[text, "exact"] if run in speeds else None
+            speed = speeds[row] / speeds[run, "exact"] if row in speeds else None
             rows.append(
                 (
-                    name + ("" if number == 0 else ", text prepared again"),
-                    *(gaps[run].get(tokens, "-") for tokens in stops),
+                    name,
+                    f"{number}",
+                    *(gaps[row].get(tokens, "-") for tokens in stops),
+                    reading.get(row, "-"),
                     f"{speed:.2f}x" if speed else "-",
                 )
             )
-    head = (f"{tokens / 1e6:.0f} M" for tokens in stops)
-    return ("sums", *head, "tokens a second"), rows
+    head = (f"{tokens} M" for tokens in stops)
+    return ("sums", "run", *head, "read exactly", "tokens a second"), rows
+
+
+def _gap(record: dict) -> str:
+    error = record["spread"]
+    return f"{record['value']:+.2f}" + (f" ± {error:.2f}" if error else "")
 
 
 def device_table(records: list[dict]) -> tuple[tuple, Rows]:

@@ -5,8 +5,8 @@ one device by ``vmap``, the code path of shard_map: exact sums, 4 bits both ways
 forward alone, without feedback, 3 bits, 8 bits at the ends. Same parameters, same text
 in the same order, same schedule. All are compared with the exact run on the same
 held-out batches at the same step; the longest comparison of each is its result. What a
-run has learned is at the end read with exact sums too: the rest of its gap is of
-reading alone.
+run has learned is at the end read with other sums too, exact ones among them: the
+rest of its gap is of reading alone.
 
     echo-jax prepare books.txt.xz --out books --vocab-size 16384
     python experiments/train_parity.py --data books --work runs/parity --minutes 9
@@ -64,6 +64,7 @@ RUNS = {
     "edges": ("edges", 4),
 }
 MAIN = ("exact", "echo")
+READING = ("exact", "echo", "edges")  # sums that read what a run has learned
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -183,8 +184,12 @@ def train(settings: Settings, name: str, deadline: float) -> bool:
             break
         measured[milestone] = run.heldout_losses()
         content = {"corpus": corpus.checksum, "losses": measured}
-        if milestone == target and name != "exact":
-            content["read_exactly"] = run.heldout_losses(runs.config.plan("exact"))
+        if milestone == target:
+            content["read_with"] = {
+                sums: run.heldout_losses(runs.config.plan(sums))
+                for sums in READING
+                if sums != RUNS[name][0]
+            }
         (folder / "heldout.json").write_text(json.dumps(content))
         loss = sum(measured[milestone]) / len(measured[milestone])
         speed = run.result.tokens_per_second or 0
@@ -200,19 +205,19 @@ class Heldout(NamedTuple):
     """The held-out losses of a run, batch by batch."""
 
     by_step: dict[int, list[float]]
-    read_exactly: list[float] | None  # at the last step, with exact sums
+    read_with: dict[str, list[float]]  # at the last step, with other sums
 
 
 def heldout(settings: Settings, name: str) -> Heldout:
     """What was measured, as far as a run has come."""
     path = settings.work / name / "heldout.json"
     if not path.exists():
-        return Heldout({}, None)
+        return Heldout({}, {})
     content = json.loads(path.read_text())
     if content["corpus"] != Manifest.load(settings.data).checksum:
         raise SystemExit(f"{path} is of another text than {settings.data}")
     by_step = {int(step): losses for step, losses in content["losses"].items()}
-    return Heldout(by_step, content.get("read_exactly"))
+    return Heldout(by_step, content.get("read_with", {}))
 
 
 def summarize(settings: Settings) -> None:
@@ -222,7 +227,7 @@ def summarize(settings: Settings) -> None:
         raise SystemExit(f"{settings.work} holds no exact run to compare with")
     corpus = Manifest.load(settings.data)
     for name in settings.variants:
-        measured, read_exactly = heldout(settings, name)
+        measured, read_with = heldout(settings, name)
         if not measured:
             print(f"{name:13} has not come to its first held-out loss")
             continue
@@ -235,17 +240,15 @@ def summarize(settings: Settings) -> None:
             loss = statistics.fmean(measured[step])
             figures = [("heldout_loss", loss, "nats", None, None)]
             if name != "exact":
-                figures.append(gap("heldout_gap", measured[step], exact[step]))
-            if read_exactly and step == max(measured):
-                figures.append(gap("exact_reading_gap", read_exactly, exact[step]))
+                figures.append(gap_figure("heldout_gap", measured[step], exact[step]))
             for figure in figures:
                 write(settings, writer, name, step, corpus, figure)
-                if figure[-1] == "exact":
-                    metric, value, _, spread, _ = figure
-                    print(f"{name:13} {step:6} {metric} {value:+.3f} +- {spread:.3f}")
+            for sums, losses in read_with.items() if step == max(measured) else ():
+                figure = gap_figure("reading_gap", losses, exact[step])
+                write(settings, writer, name, step, corpus, figure, reading=sums)
 
 
-def gap(name: str, losses: list[float], exact: list[float]) -> tuple:
+def gap_figure(name: str, losses: list[float], exact: list[float]) -> tuple:
     """How far losses are above those of the exact run on the same batches."""
     result = RunResult(variant="echo", heldout=losses)
     baseline = RunResult(variant="exact", heldout=exact)
@@ -271,8 +274,13 @@ def write_curves(settings: Settings, writer, name: str, corpus: Manifest) -> Non
             write(settings, writer, name, last, corpus, figure)
 
 
-def write(settings, writer, name: str, step: int, corpus: Manifest, figure) -> None:
+def write(
+    settings, writer, name: str, step: int, corpus: Manifest, figure: tuple, **more: str
+) -> None:
     metric, value, unit, spread, baseline = figure
+    if baseline is not None:
+        told = " ".join([name, *(f"read with {sums}" for sums in more.values())])
+        print(f"{told:34} step {step:6} {value:+.3f} +- {spread:.3f} %")
     model = settings.config(name, corpus.vocab_size).model
     embedding = 0 if model.tied_embeddings else model.vocab_size * model.width
     variant, bits = RUNS[name]
@@ -304,6 +312,7 @@ def write(settings, writer, name: str, step: int, corpus: Manifest, figure) -> N
                 "backend": settings.backend,
                 "attention": settings.attention,
                 "learning_rate": settings.learning_rate,
+                **more,
             },
         )
     )
