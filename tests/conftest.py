@@ -2,6 +2,7 @@
 
 import atexit
 import os
+import pathlib
 import shutil
 import tempfile
 
@@ -25,6 +26,8 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
     atexit.register(shutil.rmtree, _COMPILED, ignore_errors=True)
 
+import jax  # noqa: E402  the settings above are read on import
+
 # Every annotated shape and dtype of the package is checked while tests run.
 jaxtyping.install_import_hook("echo_jax", "beartype.beartype")
 
@@ -32,6 +35,22 @@ hypothesis.settings.register_profile(
     "echo", derandomize=True, deadline=None, max_examples=25, database=None
 )
 hypothesis.settings.load_profile("echo")
+
+
+# Where what XLA's optimizations do to the codec is tested. Elsewhere programs are built
+# without most of them, by the programs that tests start too: most of the time of a test
+# goes into compiling.
+_OPTIMIZED = {"collectives", "kernels", "wire"}
+_UNOPTIMIZED = "JAX_DISABLE_MOST_OPTIMIZATIONS"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    """Before the fixtures, which compile as well."""
+    folder = item.path.relative_to(pathlib.Path(__file__).parent).parts[0]
+    quick = folder not in _OPTIMIZED
+    os.environ[_UNOPTIMIZED] = str(int(quick))
+    jax.config.update(_UNOPTIMIZED.lower(), quick)
 
 
 def pytest_addoption(parser):

@@ -19,7 +19,6 @@ START_SECONDS = 240  # for several processes to start and compile on a busy mach
 COLLECTIVE_SECONDS = 10  # that a sum waits for a process that is alive
 SLACK_SECONDS = 10
 OWN = ("owed", "psum_scatter", "gradient")  # results that differ from rank to rank
-QUICK = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
 
 
 def results_of(folder, ranks: int, processes: int) -> list[dict[str, np.ndarray]]:
@@ -30,7 +29,7 @@ def results_of(folder, ranks: int, processes: int) -> list[dict[str, np.ndarray]
         [f"results-{ranks}", str(folder)],
         processes=processes,
         timeout=START_SECONDS,
-        environment=QUICK | (devices if processes == 1 else {}),
+        environment=devices if processes == 1 else None,
     )
     for process in ended:
         assert process.code == 0, process.output
@@ -88,7 +87,6 @@ def test_processes_agree_on_the_checkpoint_they_go_on_from(tmp_path):
         ["restore", str(tmp_path)],
         processes=2,
         timeout=START_SECONDS,
-        environment=QUICK,
     )
     said = []
     for process in ended:
