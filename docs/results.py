@@ -361,6 +361,7 @@ TABLES: dict[str, Callable[[pathlib.Path], str]] = {
     "train-parity-deep": from_records(
         "train_parity.jsonl", training_tables.parity_table, layers=32
     ),
+    "reading": from_records("reading.jsonl", training_tables.reading_table),
     "device-training": from_records(
         "device_training.jsonl", training_tables.device_table
     ),

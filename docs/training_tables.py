@@ -37,6 +37,12 @@ SECTIONS = (
      "run is of the books cut as in the first run above, and of it not all variants "
      "came to the end; the second is complete. Here 3 bits with feedback are nearer "
      "to exact sums than 4 bits without it at every point."),
+    ("Training and reading", "reading", "reading",
+     "Is it lost in training, or in reading? Decoders of 8 layers, trained as above for "
+     "200 steps on the text of the main job, with the sums on the left, that read the "
+     "held-out text with the sums above: loss over that of exact sums in both, in "
+     "percent, mean of two seeds and their standard deviation. *First*: 8 bits in the "
+     "first two layers; *last*: in the last; *edges*: in both."),
     ("Devices and simulated ranks", "device_training", "device-training",
      "Two ranks, 50 steps, at most so many percent between the losses of a step: ranks "
      "on devices of their own against ranks simulated on one, and, as a scale, exact "
@@ -99,6 +105,33 @@ def parity_table(
 def _gap(record: dict) -> str:
     error = record["spread"]
     return f"{record['value']:+.2f}" + (f" ± {error:.2f}" if error else "")
+
+
+_READING = {
+    "exact": "exact",
+    "echo": "4 bits",
+    "first": "first",
+    "last": "last",
+    "edges": "edges",
+    "no-feedback": "4 bits, no feedback",
+}
+
+
+def reading_table(records: list[dict]) -> tuple[tuple, Rows]:
+    """One row for what trained, one column for what reads."""
+    newest = {
+        (r["config"]["trained"], r["config"]["reading"]): _gap(r)
+        for r in records
+        if r["metric"] == "mean_reading_gap_percent"
+    }
+    newest |= {("exact", "exact"): "0"} if newest else {}
+    trained = [sums for sums in _READING if (sums, "echo") in newest]
+    read = [sums for sums in _READING if ("exact", sums) in newest]
+    rows = [
+        (_READING[left], *(newest.get((left, sums), "-") for sums in read))
+        for left in trained
+    ]
+    return ("trained with", *(f"read: {_READING[sums]}" for sums in read)), rows
 
 
 def device_table(records: list[dict]) -> tuple[tuple, Rows]:
