@@ -38,8 +38,8 @@ SECTIONS = (
      "came to the end; the second is complete. Here 3 bits with feedback are nearer "
      "to exact sums than 4 bits without it at every point."),
     ("Training and reading", "reading", "reading",
-     "Is it lost in training, or in reading? Decoders of 8 layers, trained as above for "
-     "200 steps on the text of the main job, with the sums on the left, that read the "
+     "Decoders of 8 layers, trained as above for "
+     "200 steps on the text of the main job with the sums on the left, read the "
      "held-out text with the sums above: loss over that of exact sums in both, in "
      "percent, mean of two seeds and their standard deviation. *First*: 8 bits in the "
      "first two layers; *last*: in the last; *edges*: in both."),
