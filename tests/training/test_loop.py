@@ -163,6 +163,25 @@ def test_held_out_losses_on_the_way_and_tensorboard(tmp_path):
     plot_curves(path, tmp_path / "curves.png")
 
 
+def test_what_was_learned_is_read_with_other_sums(tmp_path):
+    """The same parameters, before any step: no variant has learned anything else."""
+    runs = prepare(TINY)
+    read = {}
+    for variant in ("exact", "echo"):
+        writer = RecordWriter(tmp_path / f"{variant}.jsonl")
+        with TrainingRun(runs, variant, writer=writer) as run:
+            read[variant] = {
+                "itself": run.heldout_losses(),
+                "exact": run.heldout_losses(TINY.plan("exact")),
+                "echo": run.heldout_losses(TINY.plan("echo")),
+            }
+            assert run.heldout_losses() == read[variant]["itself"]
+    for variant, losses in read.items():
+        assert losses["itself"] == losses[variant]
+        assert losses["exact"] == read["exact"]["exact"]
+        assert losses["echo"] == read["echo"]["echo"] != losses["exact"]
+
+
 def test_figures_of_a_run_that_diverged():
     """They are not finite, or missing; none of them ends the run."""
     exact = RunResult(variant="exact", heldout=[1.0, 3.0])
