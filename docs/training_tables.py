@@ -38,11 +38,11 @@ SECTIONS = (
      "came to the end; the second is complete. Here 3 bits with feedback are nearer "
      "to exact sums than 4 bits without it at every point."),
     ("Training and reading", "reading", "reading",
-     "Decoders of 8 layers, trained as above for "
-     "200 steps on the text of the main job with the sums on the left, read the "
-     "held-out text with the sums above: loss over that of exact sums in both, in "
-     "percent, mean of two seeds and their standard deviation. *First*: 8 bits in the "
-     "first two layers; *last*: in the last; *edges*: in both."),
+     "Decoders of 8 layers, trained as above for 200 steps on the text of the main job "
+     "with the sums on the left, read the held-out text with the sums above: loss over "
+     "that of exact sums in both, in percent, mean of two seeds and their standard "
+     "deviation. *First*: 8 bits in the first two layers; *last*: in the last; "
+     "*edges*: in both. Rows differ by the noise of training: compare within a row."),
     ("Devices and simulated ranks", "device_training", "device-training",
      "Two ranks, 50 steps, at most so many percent between the losses of a step: ranks "
      "on devices of their own against ranks simulated on one, and, as a scale, exact "
@@ -102,9 +102,10 @@ def parity_table(
     return ("sums", "run", *head, "read exactly", "tokens a second"), rows
 
 
-def _gap(record: dict) -> str:
+def _gap(record: dict, digits: int = 2) -> str:
     error = record["spread"]
-    return f"{record['value']:+.2f}" + (f" ± {error:.2f}" if error else "")
+    spread = "" if error is None else f" ± {error:.{digits}f}"
+    return f"{record['value']:+.{digits}f}{spread}"
 
 
 _READING = {
@@ -120,7 +121,7 @@ _READING = {
 def reading_table(records: list[dict]) -> tuple[tuple, Rows]:
     """One row for what trained, one column for what reads."""
     newest = {
-        (r["config"]["trained"], r["config"]["reading"]): _gap(r)
+        (r["config"]["trained"], r["config"]["reading"]): _gap(r, digits=3)
         for r in records
         if r["metric"] == "mean_reading_gap_percent"
     }
