@@ -19,7 +19,6 @@ from typing import Literal
 
 import tyro
 
-from echo_jax.config import EchoConfig
 from echo_jax.devices import use_cpu_devices
 from echo_jax.models import DecoderConfig
 from echo_jax.plan import DepthPlan
@@ -85,9 +84,7 @@ def plan(config: TrainConfig, sums: str) -> DepthPlan:
     if sums not in ends:
         return config.plan(sums)
     first, last = ends[sums]
-    bulk = EchoConfig(
-        format=config.format, min_bytes=0, residual_dtype=config.residual_dtype
-    )
+    bulk = config.plan("echo").body
     return DepthPlan.edges(bulk, first=first, last=last, vocab_bits=config.vocab_bits)
 
 
