@@ -30,6 +30,7 @@ import tyro
 
 from echo_jax.config import Backend
 from echo_jax.devices import use_compilation_cache, use_cpu_devices
+from echo_jax.files import write_text
 from echo_jax.layers.attention_kernel import AttentionChoice
 from echo_jax.models import DecoderConfig
 from echo_jax.records import Record, RecordWriter, origin_of
@@ -88,6 +89,7 @@ class Settings:
     learning_rate: float = 2e-3
     backend: Backend = "auto"
     attention: AttentionChoice = "auto"
+    unroll: int = 1  # layers in one iteration of the loop over them
     seed: int = 0
     out: pathlib.Path = RESULTS
     summarize: bool = False  # train nothing, write what there is
@@ -136,6 +138,7 @@ class Settings:
                 mlp_width=3 * self.width,
                 dtype="bfloat16",
                 attention=self.attention,
+                unroll=self.unroll,
             ),
             data=DataConfig(
                 path=self.data,
@@ -165,16 +168,21 @@ class Settings:
 def train(settings: Settings, name: str, deadline: float) -> bool:
     """Goes on with one run; whether it is complete."""
     folder, target = settings.work / name, settings.target(name)
-    measured = heldout(settings, name).by_step
-    if target in measured or time.time() > deadline:
-        return target in measured
+    found = heldout(settings, name)
+    readings = {sums for sums in READING if sums != RUNS[name][0]}
+
+    def is_complete() -> bool:
+        return target in found.by_step and readings <= set(found.read_with)
+
+    if is_complete() or time.time() > deadline:
+        return is_complete()
     corpus = Manifest.load(settings.data)
     runs = prepare(settings.config(name, corpus.vocab_size))
     writer = RecordWriter(folder / "metrics.jsonl")
     run = TrainingRun(runs, RUNS[name][0], writer=writer, resume=True)
     print(f"{name}: from step {run.steps_done} to {target}", flush=True)
     for milestone in settings.milestones(name):
-        if milestone in measured:
+        if milestone in found.by_step:
             continue
         run.train(
             lambda variant, step, loss: None,
@@ -182,23 +190,20 @@ def train(settings: Settings, name: str, deadline: float) -> bool:
         )
         if run.steps_done < milestone:
             break
-        measured[milestone] = run.heldout_losses()
-        content = {"corpus": corpus.checksum, "losses": measured}
-        if milestone == target:
-            content["read_with"] = {
-                sums: run.heldout_losses(runs.config.plan(sums))
-                for sums in READING
-                if sums != RUNS[name][0]
-            }
-        (folder / "heldout.json").write_text(json.dumps(content))
-        loss = sum(measured[milestone]) / len(measured[milestone])
+        losses = found.by_step[milestone] = run.heldout_losses()
+        found.save(folder, corpus)
         speed = run.result.tokens_per_second or 0
         print(
-            f"{name}: step {milestone}, held-out {loss:.4f}, {speed:,.0f} tokens/s",
+            f"{name}: step {milestone}, held-out {statistics.fmean(losses):.4f}, "
+            f"{speed:,.0f} tokens/s",
             flush=True,
         )
+    if target in found.by_step:
+        for sums in readings - set(found.read_with):
+            found.read_with[sums] = run.heldout_losses(runs.config.plan(sums))
+            found.save(folder, corpus)
     run.close()
-    return target in measured
+    return is_complete()
 
 
 class Heldout(NamedTuple):
@@ -206,6 +211,15 @@ class Heldout(NamedTuple):
 
     by_step: dict[int, list[float]]
     read_with: dict[str, list[float]]  # at the last step, with other sums
+
+    def save(self, folder: pathlib.Path, corpus: Manifest) -> None:
+        """Keeps it beside the run's other files."""
+        content = {
+            "corpus": corpus.checksum,
+            "losses": self.by_step,
+            "read_with": self.read_with,
+        }
+        write_text(folder / "heldout.json", json.dumps(content))
 
 
 def heldout(settings: Settings, name: str) -> Heldout:
@@ -311,6 +325,7 @@ def write(
                 "corpus": corpus.checksum[:12],
                 "backend": settings.backend,
                 "attention": settings.attention,
+                "unroll": settings.unroll,
                 "learning_rate": settings.learning_rate,
                 **more,
             },

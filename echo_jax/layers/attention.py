@@ -12,7 +12,12 @@ from echo_jax.layers.attention_kernel import (
     check_choice,
 )
 from echo_jax.layers.cache import KVCache, read_layer, write_layer
-from echo_jax.layers.dense import ColumnParallelDense, RowParallelDense, default_init
+from echo_jax.layers.dense import (
+    ColumnParallelDense,
+    RowParallelDense,
+    apply_side_by_side,
+    default_init,
+)
 from echo_jax.layers.norm import RMSNorm
 from echo_jax.layers.partitioning import Initializer
 from echo_jax.layers.rope import RopeScaling, apply_rope
@@ -147,13 +152,14 @@ class Attention(nnx.Module):
         self, x: AnyFloat, positions: Int[Array, "*batch length"]
     ) -> tuple[AnyFloat, AnyFloat, AnyFloat]:
         """Rotated queries and keys, and values, split into this rank's heads."""
-        query, key = self._heads(self.query(x)), self._heads(self.key(x))
+        projected = apply_side_by_side(x, self.query, self.key, self.value)
+        query, key, value = map(self._heads, projected)
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
         theta, scaling = self.rope_theta, self.rope_scaling
         query = apply_rope(query, positions, theta, scaling)
         key = apply_rope(key, positions, theta, scaling)
-        return query, key, self._heads(self.value(x))
+        return query, key, value
 
     def _heads(self, x: AnyFloat) -> AnyFloat:
         return x.reshape(*x.shape[:-1], -1, self.head_dim)

@@ -1,5 +1,9 @@
 """Dense layers sharded by output features (column) or by input features (row)."""
 
+import functools
+import itertools
+
+import jax
 import jax.numpy as jnp
 from flax import nnx
 
@@ -61,8 +65,44 @@ class ColumnParallelDense(nnx.Module):
 
     def __call__(self, x: AnyFloat) -> AnyFloat:
         """``(..., in_features)`` to this rank's ``(..., out_features / N)``."""
-        y = x.astype(self.dtype) @ self.kernel[...].astype(self.dtype)
+        return self.add_bias(x.astype(self.dtype) @ self.kernel[...].astype(self.dtype))
+
+    def add_bias(self, y: AnyFloat) -> AnyFloat:
+        """``y`` plus this rank's bias, if there is one."""
         return y if self.bias is None else y + self.bias[...].astype(self.dtype)
+
+
+def apply_side_by_side(
+    x: AnyFloat, *layers: ColumnParallelDense
+) -> tuple[AnyFloat, ...]:
+    """``layer(x)`` of each layer, by one product with all their kernels.
+
+    The gradient of ``x`` is then one product too. From a product for each layer, every
+    one would write, read and round a part of it that is as large as the stream, which
+    XLA does not merge. The kernels are copied side by side; a few tokens, as in
+    generation, are not worth that and take the layers one by one.
+
+    Args:
+      x: ``(..., in_features)``.
+      layers: of these input features, and of one dtype.
+
+    Returns:
+      For each layer its ``(..., out_features / N)``.
+    """
+    if x.size < x.shape[-1] ** 2:
+        return tuple(layer(x) for layer in layers)
+    kernels = [layer.kernel[...] for layer in layers]
+    product = _joint_product(x, kernels, layers[0].dtype)
+    ends = itertools.accumulate(kernel.shape[-1] for kernel in kernels)
+    outputs = jnp.split(product, [*ends][:-1], axis=-1)
+    return tuple(map(ColumnParallelDense.add_bias, layers, outputs))
+
+
+# Gradients keep the parameters, not the copy.
+@functools.partial(jax.checkpoint, static_argnums=2, prevent_cse=False)
+def _joint_product(x: AnyFloat, kernels: list, dtype) -> AnyFloat:
+    joint = jnp.concatenate([kernel.astype(dtype) for kernel in kernels], axis=-1)
+    return x.astype(dtype) @ joint
 
 
 class RowParallelDense(nnx.Module):

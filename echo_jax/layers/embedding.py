@@ -126,6 +126,8 @@ def _wide(tokens: Integer[Array, "..."]) -> Integer[Array, "..."]:
 def mask_padding(logits: AnyFloat, num_embeddings: int, axis_name: str) -> AnyFloat:
     """Gives the columns beyond the vocabulary the lowest finite logit."""
     columns = logits.shape[-1]
+    if columns * lax.axis_size(axis_name) == num_embeddings:
+        return logits  # a pass over all logits that would change none
     column = lax.axis_index(axis_name) * columns + jnp.arange(columns)
     return jnp.where(column < num_embeddings, logits, jnp.finfo(logits.dtype).min)
 

@@ -7,7 +7,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 from echo_jax.config import EchoConfig
-from echo_jax.layers.dense import ColumnParallelDense, RowParallelDense, default_init
+from echo_jax.layers.dense import (
+    ColumnParallelDense,
+    RowParallelDense,
+    apply_side_by_side,
+    default_init,
+)
 from echo_jax.layers.partitioning import Initializer
 from echo_jax.residual import Residual
 from echo_jax.typing import AnyFloat
@@ -65,7 +70,7 @@ class SwiGLU(nnx.Module):
         return self.down.partial(self._hidden(x))
 
     def _hidden(self, x: AnyFloat) -> AnyFloat:
-        return _gated(self.gate(x), self.up(x))
+        return _gated(*apply_side_by_side(x, self.gate, self.up))
 
 
 # Gradients keep these two alone, and not what lies between them and the product.

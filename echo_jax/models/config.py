@@ -50,6 +50,10 @@ class DecoderConfig:
     # (the one to use where memory is short) each layer except its sums, so that no
     # collective runs twice.
     remat: Remat = "none"
+    # Layers that one iteration of the loop over them computes in training. All of them
+    # (num_layers) need no loop: a step is faster, since nothing is copied into arrays
+    # of all layers, and compiles longer.
+    unroll: int = 1
 
     def __post_init__(self):
         for name in (
@@ -61,6 +65,7 @@ class DecoderConfig:
             "head_dim",
             "mlp_width",
             "vocab_multiple",
+            "unroll",
         ):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:

@@ -315,7 +315,10 @@ class Decoder(nnx.Module):
 
             part = jax.tree.map(lambda p, a=start, b=stop: p[a:b], params)
             (stream, residual), _ = jax.lax.scan(
-                self._remat(layer), (stream, residual), part
+                self._remat(layer),
+                (stream, residual),
+                part,
+                unroll=min(self.config.unroll, stop - start),
             )
         return stream, residual
 

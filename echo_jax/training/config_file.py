@@ -19,6 +19,7 @@ _FREE = (
     "evaluate_every",
     "log_every",
     "model.attention",  # the same function, rounded otherwise
+    "model.unroll",
     "mesh",  # the state is resharded
     "tensorboard",
     "variants",

@@ -122,9 +122,11 @@ def test_cutting_the_scan_changes_rounding_alone():
     assert relative(other[1], one[1]) < 0.02
 
 
-@pytest.mark.parametrize("remat", ["layer", "save_sums"])
-def test_recomputing_changes_rounding_alone(remat):
-    config = dataclasses.replace(CONFIG, remat=remat)
+@pytest.mark.parametrize(
+    "changes", [{"remat": "layer"}, {"remat": "save_sums"}, {"unroll": 2}]
+)
+def test_recomputing_or_unrolling_changes_rounding_alone(changes):
+    config = dataclasses.replace(CONFIG, **changes)
     one, other = (
         loss_and_gradient(ECHO_PLAN, 4),
         loss_and_gradient(ECHO_PLAN, 4, config),
@@ -195,6 +197,7 @@ def test_exact_plan_has_no_residual():
         ({"head_dim": 7}, "even"),
         ({"width": 0}, "at least 1"),
         ({"remat": "all"}, "save_sums"),
+        ({"unroll": 0}, "at least 1"),
     ],
 )
 def test_sizes_that_do_not_fit(changes, words):

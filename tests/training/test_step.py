@@ -213,18 +213,18 @@ def test_a_step_that_is_not_finite_changes_nothing():
 
 @pytest.mark.parametrize("remat", ["none", "save_sums"])
 def test_c14_no_collective_of_a_step_runs_twice(remat):
-    """One layer, so that no loop hides a repetition; accumulation is a loop."""
-    model = dataclasses.replace(MODEL, num_layers=1, remat=remat)
+    """Two layers without a loop, which would hide a repetition."""
+    model = dataclasses.replace(MODEL, num_layers=2, unroll=2, remat=remat)
     mesh = make_mesh(MeshConfig(data_ranks=1, tensor_ranks=2))
     optimizer = make_optimizer(OptimizerConfig(), STEPS)
     state, parts = create_state(model, mesh, optimizer=optimizer, seed=0)
     plan = TrainConfig(model=model).plan("echo")
     step = make_train_step(parts, mesh, optimizer=optimizer, plan=plan)
     compiled = step.lower(state, jnp.asarray(batch(0))).compile()
-    # Embedding, two sums of the layer, their two mirrors, the readout's.
+    # Embedding, two sums of each layer, their two mirrors, the readout's.
     found = hlo.counts(compiled)
-    assert found["all-to-all", "u8"] == 6
-    assert found["all-gather", "u8"] == 6
+    assert found["all-to-all", "u8"] == 10
+    assert found["all-gather", "u8"] == 10
 
 
 def test_half_precision_computes_and_single_keeps():
