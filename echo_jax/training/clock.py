@@ -3,33 +3,49 @@
 import collections
 import statistics
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import jax
 
 
 class StepClock:
     """Seconds a step, without the first call, which compiles.
 
-    Calls end in the order in which they began, and the next may begin before one has
-    ended. Each counts from its :meth:`start`, or from the end of the one before it if
-    that is later, to its :meth:`stop`: the device computes, and batches are read.
-    Evaluation and checkpoints, during which no call runs, lie outside.
+    Calls end in the order in which they began, and the next may begin before one is
+    stopped: it then counts from the end of that one, or else from its own start. So the
+    device's work counts, and waiting for batches. Evaluation and checkpoints, during
+    which no call runs, lie outside.
+
+    A call has ended when its result is there, for which a thread waits. The caller
+    would see it too late: to ask a GPU for a call of many operations takes until most
+    of them are done. As a context manager the clock ends that thread.
     """
 
     def __init__(self):
         """See the class."""
+        self._waiter = ThreadPoolExecutor(1, thread_name_prefix="step-clock")
+        self._begun: collections.deque[float | None] = collections.deque()
+        self._ends: collections.deque[Future[float]] = collections.deque()
+        self._ended = 0.0  # the last call
         self._calls: list[float] = []  # seconds a step of each call
         self._since_lap = 0
-        self._begun: collections.deque[float] = collections.deque()
-        self._ended = 0.0  # the last call
 
     def start(self) -> None:
         """A call begins."""
-        self._begun.append(time.perf_counter())
+        self._begun.append(None if self._begun else time.perf_counter())
+
+    def watch(self, result: jax.Array) -> None:
+        """The call that began last will have ended when it has given this."""
+        self._ends.append(self._waiter.submit(_end_of, result))
 
     def stop(self, steps: int) -> None:
-        """The call that began first has ended, and was of so many steps."""
-        begun = max(self._begun.popleft(), self._ended)
-        self._ended = time.perf_counter()
-        self._calls.append((self._ended - begun) / steps)
+        """Waits for the call that began first, which was of so many steps."""
+        begun, ended = self._begun.popleft(), self._ends.popleft().result()
+        if not self._begun:
+            ended = time.perf_counter()  # after what the caller did meanwhile
+        start = self._ended if begun is None else begun
+        self._calls.append((ended - start) / steps)
+        self._ended = ended
 
     def lap(self) -> float | None:
         """The mean since the lap before, seconds a step; None without a call."""
@@ -40,3 +56,14 @@ class StepClock:
     def median(self) -> float | None:
         """The median of all calls, seconds a step; None without a call."""
         return statistics.median(self._calls[1:]) if len(self._calls) > 1 else None
+
+    def __enter__(self) -> "StepClock":
+        return self
+
+    def __exit__(self, *error) -> None:
+        self._waiter.shutdown(wait=False, cancel_futures=True)
+
+
+def _end_of(result: jax.Array) -> float:
+    jax.block_until_ready(result)
+    return time.perf_counter()

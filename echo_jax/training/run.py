@@ -167,19 +167,20 @@ class TrainingRun:
             while the next one runs, and once at the start of a resumed run.
           stop: asked before each call; must answer the same on all processes.
         """
-        clock, running = StepClock(), None
         if self.steps_done:
             progress(self.result.variant, self.steps_done, self.result.losses[-1])
-        while not self.is_complete and not stop():
-            # The device gets the next call before the host waits for the one before.
-            before, running = running, self._call(clock)
-            if before is not None:
-                self._measure(before, clock, progress)
-            if self._nothing_may_run:
+        running = None
+        with StepClock() as clock:
+            while not self.is_complete and not stop():
+                # The device gets the next call before the host waits for the last.
+                before, running = running, self._call(clock)
+                if before is not None:
+                    self._measure(before, clock, progress)
+                if self._nothing_may_run:
+                    self._measure(running, clock, progress)
+                    running = None
+            if running is not None:
                 self._measure(running, clock, progress)
-                running = None
-        if running is not None:
-            self._measure(running, clock, progress)
         self._save(force=True)
         self._measure_speed(clock)
 
@@ -292,6 +293,7 @@ class TrainingRun:
         tokens, position = self._next or self._draw()
         clock.start()
         self.state, metrics = self.step(self.state, self._feeder.place(tokens))
+        clock.watch(metrics.loss)
         self._steps_done += self.config.steps_per_call
         owed, owed_rms = self.state.gradient_residual, None
         if owed is not None and self._is_logged(self.steps_done):

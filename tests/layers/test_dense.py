@@ -7,12 +7,14 @@ import pytest
 from flax import nnx
 
 import echo_jax as echo
+from echo_jax.collectives import exact
 from echo_jax.layers import (
     ColumnParallelDense,
     RowParallelDense,
     merge_module,
     split_module,
 )
+from echo_jax.layers.dense import apply_side_by_side
 from tests import modules
 from tests.modules import AXIS
 from tests.ranks import mesh
@@ -121,3 +123,77 @@ def test_four_bit_error_is_within_the_bound(x, params):
     coarse = modules.simulated(lambda m, x: m(x, config), build, size)(params, x)
     error = float(jnp.max(jnp.abs(coarse - exact)))
     assert 0.0 < error <= bound.output
+
+
+class Pair(nnx.Module):
+    """Two layers of one input, of different widths, one of them with a bias."""
+
+    def __init__(self):
+        kinds = {"rngs": modules.rngs()}
+        self.one = ColumnParallelDense(IN, HIDDEN, **kinds)
+        self.two = ColumnParallelDense(IN, 2 * HIDDEN, use_bias=True, **kinds)
+        self.two.bias[...] = jnp.linspace(-1.0, 1.0, 2 * HIDDEN)
+
+    def together(self, x):
+        return apply_side_by_side(x, self.one, self.two)
+
+    def apart(self, x):
+        return self.one(x), self.two(x)
+
+
+def loss_of_pair(apply):
+    def loss(pair, x):
+        one, two = apply(pair, exact.pvary(x, AXIS))
+        return exact.psum(jnp.sum(jnp.sin(one)) + jnp.sum(two**2), AXIS)
+
+    return loss
+
+
+@pytest.mark.parametrize("tokens", [3, 2 * IN])
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_side_by_side_is_layer_by_layer(tokens, check_vma):
+    x = jax.random.normal(jax.random.key(0), (tokens, IN))
+    graphdef, params, specs = split_module(Pair())
+
+    def gradient(apply):
+        def local(params, x):
+            loss = loss_of_pair(apply)
+            return jax.value_and_grad(
+                lambda params, x: loss(merge_module(graphdef, params), x), (0, 1)
+            )(params, x)
+
+        return jax.jit(
+            jax.shard_map(
+                local,
+                mesh=mesh(tensor=4),
+                in_specs=(specs, modules.REPLICATED),
+                out_specs=(modules.REPLICATED, (specs, modules.REPLICATED)),
+                check_vma=check_vma,
+            )
+        )(params, x)
+
+    found, wanted = gradient(Pair.together), gradient(Pair.apart)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        # Sums of as many terms as there are features, or tokens, in another order.
+        scale = float(jnp.max(jnp.abs(other)))
+        tolerance = 2 * max(tokens, 3 * HIDDEN) * np.finfo(np.float32).eps
+        np.testing.assert_allclose(one, other, rtol=0, atol=tolerance * scale)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "products"),
+    [(2 * IN, 3), (3, 6)],  # forward, gradient of x, gradient of kernels
+)
+def test_side_by_side_is_one_product_for_many_tokens(tokens, products):
+    """And copies no kernel for a few."""
+    pair, x = Pair(), jnp.ones((tokens, IN))
+    loss = jax.vmap(
+        jax.grad(loss_of_pair(Pair.together), (0, 1)),
+        in_axes=None,
+        axis_name=AXIS,
+        axis_size=1,
+    )
+    operations = str(jax.make_jaxpr(loss)(pair, x))
+    # The backward pass recomputes the copy, and not the product.
+    assert operations.count("dot_general") == products
+    assert ("concatenate" in operations) == (tokens > IN)

@@ -3,6 +3,7 @@ import math
 import os
 import signal
 import statistics
+import time
 
 import jax
 import jax.numpy as jnp
@@ -251,16 +252,56 @@ def test_the_device_has_the_next_step_before_the_host_waits(
 
 
 def test_calls_that_overlap_are_not_counted_twice(monkeypatch):
-    now = iter([0.0, 1.0, 5.0, 6.0, 9.0, 20.0])
-    monkeypatch.setattr("time.perf_counter", lambda: next(now))
-    clock = StepClock()
-    clock.start()  # 0
-    clock.start()  # 1
-    clock.stop(1)  # 5: the first, which compiles
-    clock.start()  # 6
-    clock.stop(1)  # 9: the second, 4 after the first
-    clock.stop(1)  # 20: 11 after the second
-    assert clock.median() == 7.5
+    now = iter([0.0, 5.0, 9.0, 11.0, 20.0])
+    with StepClock() as clock:
+        monkeypatch.setattr("time.perf_counter", lambda: next(now))
+
+        def start():
+            clock.start()
+            clock.watch(jnp.zeros(()))
+
+        start()  # 0
+        start()
+        clock.stop(1)  # 5: the first, which compiles
+        start()
+        clock.stop(1)  # 9: the second, 4 after the first
+        clock.stop(1)  # 20: 11 after the second
+        assert clock.median() == 7.5
+
+
+@pytest.mark.parametrize("slow", ["asking for a step", "reading a batch"])
+def test_no_step_seems_faster_than_it_was(tmp_path, slow):
+    """Least of all the last, after which nothing is asked for."""
+    seconds = 0.1
+    config = dataclasses.replace(TINY, variants=("exact",), steps=5, log_every=1)
+    path = tmp_path / "metrics.jsonl"
+    run = TrainingRun(prepare(config), "exact", writer=RecordWriter(path))
+    step, batches = run.step, run._batches
+
+    def asks_and_waits(state, tokens):
+        time.sleep(seconds)
+        return jax.block_until_ready(step(state, tokens))
+
+    class Slowly:
+        def __next__(self):
+            time.sleep(seconds)
+            return next(batches)
+
+        def get_state(self):
+            return batches.get_state()
+
+    if slow == "asking for a step":
+        run.step = asks_and_waits
+    else:
+        run._batches = Slowly()
+    run.train(lambda *_: None, lambda: False)
+    run.close()
+    speeds = read_curves(path, "tokens_per_second")["exact"]
+    tokens = config.data.batch_size * config.data.length
+    # The last step comes with a batch that was read during the one before.
+    speeds = {n: speed for n, speed in speeds.items() if slow[0] == "a" or n < 5}
+    assert speeds
+    assert max(speeds.values()) < tokens / (0.7 * seconds)
 
 
 def test_the_spread_of_a_gap_is_of_pairs():
