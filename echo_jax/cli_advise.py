@@ -33,6 +33,9 @@ from echo_jax.models.loading import read_checkpoint
 from echo_jax.plan import DepthPlan
 from echo_jax.wire.format import WireFormat
 
+_ADVISED = {"path", "min_bytes", "num_chunks"}
+_ASSUMED = {"ranks_per_node", "ethernet_gbit"}
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Advise:
@@ -154,6 +157,7 @@ def prepare_advice(command: Advise) -> Callable[[], int]:
         _check_calibrated(command, saved)
         saved = _with_burst(saved, command.burst_bytes)
         return lambda: _report(command, saved, saved.ranks, decoder)
+    _check_heeded(command)
     if command.machine != "here":
         nodes = project(
             command.machine,
@@ -190,6 +194,22 @@ def _check_calibrated(command: Advise, saved: CostModel):
             f"{command.load} was not calibrated with {', '.join(others)}: leave this "
             "away, calibrate again without load, or assume a machine instead."
         )
+
+
+def _check_heeded(command: Advise):
+    """Refuses options that would change nothing."""
+    default, asked = _mesh_options(Advise()), _mesh_options(command)
+    given = {name: value for name, value in asked.items() if value != default[name]}
+    if command.machine == "here":
+        others, reason = _ASSUMED, "or give the machine that is assumed."
+    else:
+        others = {*default} - _ASSUMED - {*_config_options(EchoConfig())}
+        reason = "since with a machine nothing is measured here."
+    found = "since advise finds path, min_bytes and num_chunks itself."
+    for names, why in ((_ADVISED, found), (others, reason)):
+        unheeded = [f"{name}={value}" for name, value in given.items() if name in names]
+        if unheeded:
+            raise ValueError(f"leave {', '.join(unheeded)} away, {why}")
 
 
 def _mesh_options(command: Advise) -> dict[str, Any]:

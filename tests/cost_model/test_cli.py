@@ -203,6 +203,21 @@ def test_a_mesh_is_calibrated_and_saved(tmp_path, monkeypatch, capsys):
         (["--load", "lan.json", "--coordinator", "auto"], "with coordinator=auto"),
         (["--load", "lan.json", "--ethernet-gbit", "9"], "with ethernet_gbit=9.0"),
         (["--load", "lan.json", "--ranks-per-node", "2"], "with ranks_per_node=2"),
+        (["--min-bytes", "0"], "leave min_bytes=0 away, since advise finds"),
+        (
+            ["--machine", "h200", "--path", "exact", "--num-chunks", "2"],
+            "leave path=exact, num_chunks=2 away, since advise",
+        ),
+        (["--ethernet-gbit", "9"], "leave ethernet_gbit=9.0 away, or give the machine"),
+        (["--ranks-per-node", "4"], "leave ranks_per_node=4 away, or give the"),
+        (
+            ["--machine", "h200", "--tensor-ranks", "8"],
+            "leave tensor_ranks=8 away, since with a machine",
+        ),
+        (
+            ["--machine", "h200", "--coordinator", "auto"],
+            "leave coordinator=auto away, since",
+        ),
         (["--load", "lan.json", "--margin", "-1"], "margin=-1.0"),
         (["--load", "lan.json", "--margin", "nan"], "margin=nan"),
         (["--compute-ms", "nan"], "must be at least 0, and finite"),
