@@ -169,10 +169,13 @@ def train(settings: Settings, name: str, deadline: float) -> bool:
     """Goes on with one run; whether it is complete."""
     folder, target = settings.work / name, settings.target(name)
     found = heldout(settings, name)
-    readings = {sums for sums in READING if sums != RUNS[name][0]}
+
+    def missing() -> list[str]:
+        read = {RUNS[name][0], *found.read_with.get(target, ())}
+        return [sums for sums in READING if sums not in read]
 
     def is_complete() -> bool:
-        return target in found.by_step and readings <= set(found.read_with)
+        return target in found.by_step and not missing()
 
     if is_complete() or time.time() > deadline:
         return is_complete()
@@ -181,8 +184,14 @@ def train(settings: Settings, name: str, deadline: float) -> bool:
     writer = RecordWriter(folder / "metrics.jsonl")
     run = TrainingRun(runs, RUNS[name][0], writer=writer, resume=True)
     print(f"{name}: from step {run.steps_done} to {target}", flush=True)
+    if run.steps_done > target:
+        run.close()
+        raise SystemExit(f"{folder} is at step {run.steps_done}, past {target}")
     for milestone in settings.milestones(name):
-        if milestone in found.by_step:
+        # Of a step that was measured the checkpoint may have been lost.
+        if milestone < run.steps_done:
+            continue
+        if milestone == run.steps_done and milestone in found.by_step:
             continue
         run.train(
             lambda variant, step, loss: None,
@@ -198,10 +207,12 @@ def train(settings: Settings, name: str, deadline: float) -> bool:
             f"{speed:,.0f} tokens/s",
             flush=True,
         )
-    if target in found.by_step:
-        for sums in readings - set(found.read_with):
-            found.read_with[sums] = run.heldout_losses(runs.config.plan(sums))
-            found.save(folder, corpus)
+    for sums in missing() if run.steps_done == target else ():
+        if time.time() > deadline:
+            break
+        losses = run.heldout_losses(runs.config.plan(sums))
+        found.read_with.setdefault(target, {})[sums] = losses
+        found.save(folder, corpus)
     run.close()
     return is_complete()
 
@@ -210,7 +221,7 @@ class Heldout(NamedTuple):
     """The held-out losses of a run, batch by batch."""
 
     by_step: dict[int, list[float]]
-    read_with: dict[str, list[float]]  # at the last step, with other sums
+    read_with: dict[int, dict[str, list[float]]]  # at its last step, with other sums
 
     def save(self, folder: pathlib.Path, corpus: Manifest) -> None:
         """Keeps it beside the run's other files."""
@@ -230,8 +241,11 @@ def heldout(settings: Settings, name: str) -> Heldout:
     content = json.loads(path.read_text())
     if content["corpus"] != Manifest.load(settings.data).checksum:
         raise SystemExit(f"{path} is of another text than {settings.data}")
-    by_step = {int(step): losses for step, losses in content["losses"].items()}
-    return Heldout(by_step, content.get("read_with", {}))
+    by_step, read_with = (
+        {int(step): losses for step, losses in content.get(key, {}).items()}
+        for key in ("losses", "read_with")
+    )
+    return Heldout(by_step, read_with)
 
 
 def summarize(settings: Settings) -> None:
@@ -257,7 +271,7 @@ def summarize(settings: Settings) -> None:
                 figures.append(gap_figure("heldout_gap", measured[step], exact[step]))
             for figure in figures:
                 write(settings, writer, name, step, corpus, figure)
-            for sums, losses in read_with.items() if step == max(measured) else ():
+            for sums, losses in read_with.get(step, {}).items():
                 figure = gap_figure("reading_gap", losses, exact[step])
                 write(settings, writer, name, step, corpus, figure, reading=sums)
 

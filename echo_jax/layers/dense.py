@@ -79,17 +79,21 @@ def apply_side_by_side(
 
     The gradient of ``x`` is then one product too. From a product for each layer, every
     one would write, read and round a part of it that is as large as the stream, which
-    XLA does not merge. The kernels are copied side by side; a few tokens, as in
-    generation, are not worth that and take the layers one by one.
+    XLA does not merge. The kernels are copied side by side, which fewer tokens than
+    ``in_features`` are not worth, since that copy is then larger than ``x``: they take
+    the layers one by one, and so do layers of a subclass or of several dtypes.
 
     Args:
       x: ``(..., in_features)``.
-      layers: of these input features, and of one dtype.
+      layers: of these input features.
 
     Returns:
       For each layer its ``(..., out_features / N)``.
     """
-    if x.size < x.shape[-1] ** 2:
+    plain = all(type(layer) is ColumnParallelDense for layer in layers)
+    same_dtype = len({jnp.dtype(layer.dtype) for layer in layers}) == 1
+    few_tokens = x.size < x.shape[-1] ** 2
+    if few_tokens or not plain or not same_dtype:
         return tuple(layer(x) for layer in layers)
     kernels = [layer.kernel[...] for layer in layers]
     product = _joint_product(x, kernels, layers[0].dtype)

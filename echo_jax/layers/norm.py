@@ -55,7 +55,8 @@ class RMSNorm(nnx.Module):
 
 # Gradients keep x alone and compute the rest again, in the pass that reads x anyway;
 # without that they would keep several float32 arrays of its shape. Inside a scan over
-# layers, as the decoder has it, nothing needs to keep XLA from merging the two.
+# layers, as the decoder has it, nothing needs to keep XLA from merging the two; in
+# unrolled layers it may, and then takes memory for fewer operations.
 @functools.partial(jax.checkpoint, static_argnums=(2, 3), prevent_cse=False)
 def _normalize(x: AnyFloat, scale: AnyFloat, epsilon: float, dtype) -> AnyFloat:
     wide = x.astype(jnp.float32)

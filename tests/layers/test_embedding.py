@@ -101,6 +101,15 @@ def test_padding_of_the_vocabulary_has_no_probability():
     assert float(jax.nn.softmax(row)[VOCAB:].sum()) == 0.0
 
 
+@pytest.mark.parametrize("pad_to", [8, 10])
+def test_only_a_padded_vocabulary_is_masked(pad_to):
+    """A mask is one more pass over all logits."""
+    readout = VocabParallelReadout(WIDTH, VOCAB, pad_to=pad_to, rngs=modules.rngs())
+    on_ranks = jax.vmap(readout, axis_name=AXIS, axis_size=1, in_axes=None)
+    operations = str(jax.make_jaxpr(on_ranks)(jnp.ones((3, WIDTH))))
+    assert ("select_n" in operations) == (VOCAB % pad_to > 0)
+
+
 def test_logits_are_never_gathered():
     """Per token three numbers cross ranks, whatever the vocabulary."""
     labels = jnp.zeros((4, 6), jnp.int32)

@@ -84,7 +84,7 @@ def test_changes_are_named_but_for_what_may_change():
         mesh=MeshConfig(data_ranks=4, tensor_ranks=1),
         checkpoint=CheckpointConfig(every=3),
         log_every=7,
-        model=dataclasses.replace(before.model, attention="xla"),
+        model=dataclasses.replace(before.model, attention="xla", unroll=4),
     )
     assert changed_fields(to_dict(before), to_dict(free)) == []
     bound = dataclasses.replace(before, seed=3, format=WireFormat(bits=8))

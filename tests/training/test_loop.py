@@ -3,7 +3,11 @@ import math
 import os
 import signal
 import statistics
+import subprocess
+import sys
+import threading
 import time
+import types
 
 import jax
 import jax.numpy as jnp
@@ -253,8 +257,9 @@ def test_the_device_has_the_next_step_before_the_host_waits(
 
 def test_calls_that_overlap_are_not_counted_twice(monkeypatch):
     now = iter([0.0, 5.0, 9.0, 11.0, 20.0])
+    watch = types.SimpleNamespace(perf_counter=lambda: next(now))
+    monkeypatch.setattr("echo_jax.training.clock.time", watch)
     with StepClock() as clock:
-        monkeypatch.setattr("time.perf_counter", lambda: next(now))
 
         def start():
             clock.start()
@@ -269,10 +274,46 @@ def test_calls_that_overlap_are_not_counted_twice(monkeypatch):
         assert clock.median() == 7.5
 
 
-@pytest.mark.parametrize("slow", ["asking for a step", "reading a batch"])
-def test_no_step_seems_faster_than_it_was(tmp_path, slow):
+class _Never:
+    """A result that does not come."""
+
+    def block_until_ready(self):
+        threading.Event().wait()
+
+
+class _Fails:
+    def block_until_ready(self):
+        raise RuntimeError("the device is gone")
+
+
+def test_the_error_of_a_call_is_that_of_waiting_for_it():
+    with StepClock() as clock:
+        clock.start()
+        clock.watch(_Fails())
+        with pytest.raises(RuntimeError, match="is gone"):
+            clock.stop(1)
+
+
+def test_a_call_that_never_ends_keeps_no_process_alive():
+    script = """
+from tests.training.test_loop import StepClock, _Never
+with StepClock() as clock:
+    clock.start()
+    clock.watch(_Never())
+    raise SystemExit(7)
+"""
+    ended = subprocess.run([sys.executable, "-c", script], timeout=120, check=False)
+    assert ended.returncode == 7
+
+
+@pytest.mark.parametrize(
+    ("slow", "slow_steps"),
+    # The last step takes a batch that was read during the one before.
+    [("asking for a step", 5), ("reading a batch", 4)],
+)
+def test_no_step_seems_faster_than_it_was(tmp_path, slow, slow_steps):
     """Least of all the last, after which nothing is asked for."""
-    seconds = 0.1
+    seconds = 0.2
     config = dataclasses.replace(TINY, variants=("exact",), steps=5, log_every=1)
     path = tmp_path / "metrics.jsonl"
     run = TrainingRun(prepare(config), "exact", writer=RecordWriter(path))
@@ -298,10 +339,10 @@ def test_no_step_seems_faster_than_it_was(tmp_path, slow):
     run.close()
     speeds = read_curves(path, "tokens_per_second")["exact"]
     tokens = config.data.batch_size * config.data.length
-    # The last step comes with a batch that was read during the one before.
-    speeds = {n: speed for n, speed in speeds.items() if slow[0] == "a" or n < 5}
-    assert speeds
-    assert max(speeds.values()) < tokens / (0.7 * seconds)
+    found = [speed for step, speed in speeds.items() if step <= slow_steps]
+    assert found
+    # Half of it is for a thread that this machine lets wait.
+    assert max(found) < tokens / (0.5 * seconds)
 
 
 def test_the_spread_of_a_gap_is_of_pairs():
