@@ -38,8 +38,7 @@ SECTIONS = (
      "complete, and in it 3 bits with feedback are nearer to exact sums than 4 bits "
      "without it at every point. Run 3 has the schedule of 300 M tokens. Its version "
      "joins products and ran with `--unroll 32`, which speeds up all but the codec: "
-     "exact sums trained 1.5 times as fast as in run 2 and 4 bits 1.4 times, which is "
-     "a smaller part of the exact run's speed."),
+     "both train faster than in run 2, and 4 bits lose more to exact sums."),
     ("Training and reading", "reading", "reading",
      "Decoders of 8 layers, trained as above for 200 steps on the text of the main job "
      "with the sums on the left, read the held-out text with the sums above: loss over "
