@@ -79,9 +79,9 @@ def apply_side_by_side(
 
     The gradient of ``x`` is then one product too. From a product for each layer, every
     one would write, read and round a part of it that is as large as the stream, which
-    XLA does not merge. The kernels are copied side by side, which fewer tokens than
-    ``in_features`` are not worth, since that copy is then larger than ``x``: they take
-    the layers one by one, and so do layers of a subclass or of several dtypes.
+    XLA does not merge. The kernels are copied side by side, which few tokens, as in
+    generation, are not worth: fewer than ``in_features`` take the layers one by one,
+    and so do layers of a subclass or of several dtypes.
 
     Args:
       x: ``(..., in_features)``.

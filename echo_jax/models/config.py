@@ -50,10 +50,10 @@ class DecoderConfig:
     # (the one to use where memory is short) each layer except its sums, so that no
     # collective runs twice.
     remat: Remat = "none"
-    # Layers that one iteration of the loop over them computes in training. num_layers
-    # needs no loop: a step is faster on GPUs, since activations are not copied into
-    # arrays of all layers, compiles longer, and without remat takes more memory, since
-    # XLA then keeps some of what layers would compute again.
+    # Layers that one iteration of the loop over them computes, but for generation.
+    # num_layers needs no loop: a step is faster on GPUs, since activations are not copied
+    # into arrays of all layers, compiles longer, and without remat takes more memory,
+    # since XLA then keeps some of what layers would compute again.
     unroll: int = 1
 
     def __post_init__(self):
