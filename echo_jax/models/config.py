@@ -51,9 +51,9 @@ class DecoderConfig:
     # collective runs twice.
     remat: Remat = "none"
     # Layers that one iteration of the loop over them computes, but for generation.
-    # num_layers needs no loop: a step is faster on GPUs, since activations are not copied
-    # into arrays of all layers, compiles longer, and without remat takes more memory,
-    # since XLA then keeps some of what layers would compute again.
+    # num_layers needs no loop: a step is faster on GPUs, since activations are not
+    # copied into arrays of all layers, compiles longer, and without remat takes more
+    # memory, since XLA then keeps some of what layers would compute again.
     unroll: int = 1
 
     def __post_init__(self):
